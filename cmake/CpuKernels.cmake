@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+# The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
+# no instruction of a level runs on a CPU without it. rows_tmpl.c (elementwise rows) is compiled once per level.
+add_library(fmoe_cpu OBJECT src/cpu/cpu.c src/cpu/pool.c src/cpu/groups.c src/cpu/gemm.c src/cpu/outer.c src/cpu/experts.c
+            src/cpu/experts_bwd.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c
+            src/cpu/ref.c src/cpu/ref_route.c src/cpu/ref_experts.c)
+target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
+set(FMOE_CPU_OBJECTS $<TARGET_OBJECTS:fmoe_cpu>)
+
+function(fmoe_isa level)
+  cmake_parse_arguments(ISA "" "" "SOURCES;FLAGS" ${ARGN})
+  add_library(fmoe_cpu_${level} OBJECT ${ISA_SOURCES})
+  target_link_libraries(fmoe_cpu_${level} PRIVATE fmoe_flags)
+  target_compile_options(fmoe_cpu_${level} PRIVATE ${ISA_FLAGS})
+  target_compile_definitions(fmoe_cpu_${level} PRIVATE FMOE_ISA=${level})
+  set(FMOE_CPU_OBJECTS ${FMOE_CPU_OBJECTS} $<TARGET_OBJECTS:fmoe_cpu_${level}> PARENT_SCOPE)
+endfunction()
+
+fmoe_isa(c SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_c.c)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  set(avx2 -mavx2 -mfma -mf16c)
+  set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
+  fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx512 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx512_bf16 SOURCES src/cpu/gemm_avx512_bf16.c FLAGS ${avx512} -mavx512bf16)
+endif()

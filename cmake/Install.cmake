@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+# make install: the library, the header, the command, pkg-config and find_package(fusedmoe).
+include(CMakePackageConfigHelpers)
+install(TARGETS fusedmoe fusedmoe_static EXPORT fusedmoe-targets
+        LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS fusedmoe_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(FILES include/fusedmoe.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(EXPORT fusedmoe-targets NAMESPACE fusedmoe:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
+configure_package_config_file(cmake/fusedmoe-config.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config.cmake
+                              INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
+write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config-version.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config-version.cmake
+        DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
+configure_file(cmake/fusedmoe.pc.in ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe.pc @ONLY)
+install(FILES ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

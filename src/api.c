@@ -1,0 +1,405 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * api.c - the exported run calls: check everything a host can check, then call the backend.
+ *
+ * Each operation has one function that lists its tensors (tensor.h) for both passes. Nothing is written before all
+ * checks have passed. */
+#include <inttypes.h>
+
+#include "plan.h"
+#include "tensor.h"
+#include "util.h"
+
+#define N_ARGS(args) ((int)(sizeof(args) / sizeof *(args)))
+
+/* A run call between acquiring and releasing its plan. */
+typedef struct call {
+    const fmoe_plan_impl *p;
+    const fmoe_run *run;
+    fmoe_pass pass;
+    fmoe_checker check;
+} call;
+
+static fmoe_status begin(call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, size_t args_size, size_t expected,
+                         const char *args_name, const fmoe_run *run, uint32_t known_flags)
+{
+    static const char *const op_name[] = {"?", "route", "permute", "grouped matmul", "activation", "experts", "block"};
+    if (args_size != expected)
+        return fmoe_fail(FMOE_ERR_ABI, "%s.size is %zu, this library (%s) knows %zu", args_name, args_size,
+                         fmoe_version_string(), expected);
+    if (run->size != sizeof *run)
+        return fmoe_fail(FMOE_ERR_ABI, "fmoe_run.size is %zu, this library (%s) knows %zu", run->size, fmoe_version_string(),
+                         sizeof *run);
+    if (p->d.op != (int32_t)op)
+        return fmoe_fail(FMOE_ERR_PLAN, "the plan is for %s, the call is for %s", op_name[p->d.op], op_name[op]);
+    if (run->flags & ~known_flags)
+        return fmoe_fail(FMOE_ERR_ARG, "fmoe_run.flags 0x%x has bits that do not apply to %s %s, which knows 0x%x", run->flags,
+                         op_name[op], pass ? "backward" : "forward", known_flags);
+    *c = (call){.p = p, .run = run, .pass = pass, .check = fmoe_checker_begin(p)};
+    return FMOE_OK;
+}
+
+/* Tensors, then workspace and saved state for as many rows as the tensors gave that axis. */
+static fmoe_status finish(call *c, const fmoe_arg *args, int n, fmoe_axis_id rows, void *saved, size_t saved_bytes)
+{
+    const fmoe_run *run = c->run;
+    const fmoe_span spans[2] = {{"workspace", run->workspace, run->workspace ? run->workspace_bytes : 0},
+                                {"saved", saved, saved ? saved_bytes : 0}};
+    /* In backward the saved state is read: it may not overlap an output, which listing it as one checks too. */
+    FMOE_TRY(fmoe_check_args(&c->check, args, n, spans, 2));
+    size_t need, keep;
+    const int64_t T = c->check.size[rows];
+    FMOE_TRY(fmoe_plan_bytes(c->p, c->pass, T, &need, &keep));
+    if (need && !run->workspace)
+        return fmoe_fail(FMOE_ERR_WORKSPACE, "workspace is NULL, %zu bytes are needed for %" PRId64 " rows", need, T);
+    if (run->workspace_bytes < need)
+        return fmoe_fail(FMOE_ERR_WORKSPACE, "workspace has %zu bytes, %zu are needed for %" PRId64 " rows",
+                         run->workspace_bytes, need, T);
+    const size_t align = c->p->d.device.type == FMOE_CPU ? 16 : 256;
+    if (saved && (uintptr_t)saved % align)
+        return fmoe_fail(FMOE_ERR_ALIGN, "saved at %p is not aligned to %zu", saved, align);
+    if (saved && saved_bytes < keep)
+        return fmoe_fail(FMOE_ERR_WORKSPACE, "saved has %zu bytes, %zu are needed for %" PRId64 " rows", saved_bytes, keep, T);
+    if (!saved && keep && c->pass == FMOE_BACKWARD)
+        return fmoe_fail(FMOE_ERR_WORKSPACE, "saved is NULL, the forward of this plan keeps %zu bytes for %" PRId64 " rows", keep,
+                         T);
+    return FMOE_OK;
+}
+
+/* The exported pair of an operation: acquire the plan, check, run, release. */
+#define RUN_CALL(name, op, args_type, fwd_flags, bwd_flags)                                                            \
+    static fmoe_status name##_call(fmoe_plan plan, fmoe_pass pass, const args_type *a, const fmoe_run *run)           \
+    {                                                                                                                  \
+        fmoe_plan_impl *p;                                                                                             \
+        if (!a) return fmoe_fail(FMOE_ERR_NULL, #args_type " is NULL");                                                \
+        if (!run) return fmoe_fail(FMOE_ERR_NULL, "fmoe_run is NULL");                                                 \
+        FMOE_TRY(fmoe_plan_acquire(plan, &p));                                                                         \
+        call c;                                                                                                        \
+        fmoe_status status = begin(&c, p, op, pass, a->size, sizeof *a, #args_type, run, pass ? bwd_flags : fwd_flags); \
+        if (status == FMOE_OK) status = name##_check(&c, a);                                                           \
+        if (status == FMOE_OK) status = name##_run(&c, a);                                                             \
+        fmoe_plan_release(plan);                                                                                       \
+        return status;                                                                                                 \
+    }                                                                                                                  \
+    fmoe_status fmoe_##name##_forward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                        \
+    {                                                                                                                  \
+        return name##_call(plan, FMOE_FORWARD, a, run);                                                                \
+    }                                                                                                                  \
+    fmoe_status fmoe_##name##_backward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                       \
+    {                                                                                                                  \
+        return name##_call(plan, FMOE_BACKWARD, a, run);                                                               \
+    }
+
+/* ---- route ---- */
+
+static fmoe_status route_check(call *c, const fmoe_route_args *a)
+{
+    const int float_types = TYPE_PLAN | TYPE_WIDE;
+    const bool replay = (c->run->flags & FMOE_REPLAY) != 0;
+    const fmoe_arg logits = {"logits", a->logits, ARG_IN, float_types, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
+    const fmoe_arg bias = {"select_bias", a->select_bias, ARG_OPTIONAL, TYPE_WIDE, LAYOUT_COMPACT, {AXIS_E}, 0};
+    if (c->pass == FMOE_FORWARD) {
+        const fmoe_arg args[] = {
+            logits,
+            bias,
+            {"ids", a->ids, replay ? ARG_IN : ARG_OUT, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+            {"weights", a->weights, ARG_OUT, float_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+            {"bad_rows", a->bad_rows, ARG_OPTIONAL_OUT, TYPE_INT64, LAYOUT_COMPACT, {AXIS_ONE}, 0},
+        };
+        return finish(c, args, N_ARGS(args), AXIS_T, NULL, 0);
+    }
+    const fmoe_arg args[] = {
+        logits,
+        bias,
+        {"ids", a->ids, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+        {"dweights", a->dweights, ARG_IN, float_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+        {"dlogits", a->dlogits, ARG_OUT, float_types, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0},
+    };
+    return finish(c, args, N_ARGS(args), AXIS_T, NULL, 0);
+}
+
+static fmoe_status route_run(call *c, const fmoe_route_args *a)
+{
+    return c->p->backend->route[c->pass](c->p, a, c->run);
+}
+
+RUN_CALL(route, FMOE_OP_ROUTE, fmoe_route_args, FMOE_REPLAY, 0)
+
+/* ---- permute and unpermute ---- */
+
+/* xp must have room for every slot; T = 0 makes R = 0. */
+static fmoe_status need_rows(const call *c, const char *name)
+{
+    const int64_t T = c->check.size[AXIS_T], R = c->check.size[AXIS_R];
+    if (R >= 0 && (T > 0 ? R / c->p->d.k < T : false))
+        return fmoe_fail(FMOE_ERR_SHAPE, "%s has %" PRId64 " rows, T*k = %" PRId64 " * %" PRId64 " are needed", name, R, T,
+                         c->p->d.k);
+    return FMOE_OK;
+}
+
+static fmoe_status permute_check(call *c, const fmoe_permute_args *a)
+{
+    if (c->pass == FMOE_FORWARD) {
+        const fmoe_arg args[] = {
+            {"x", a->x, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0},
+            {"ids", a->ids, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+            {"xp", a->xp, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_H}, 0},
+            {"map", a->map, ARG_OUT, TYPE_INT, LAYOUT_COMPACT, {AXIS_TK}, 0},
+            {"counts", a->counts, ARG_OPTIONAL_OUT, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0},
+        };
+        FMOE_TRY(finish(c, args, N_ARGS(args), AXIS_T, NULL, 0));
+        return need_rows(c, "xp");
+    }
+    const fmoe_arg args[] = {
+        {"x", a->x, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0},
+        {"xp", a->xp, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_H}, 0},
+        {"map", a->map, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_TK}, 0},
+    };
+    return finish(c, args, N_ARGS(args), AXIS_T, NULL, 0);
+}
+
+static fmoe_status permute_run(call *c, const fmoe_permute_args *a)
+{
+    return c->p->backend->permute[c->pass](c->p, a, c->run);
+}
+
+RUN_CALL(permute, FMOE_OP_PERMUTE, fmoe_permute_args, 0, 0)
+
+static fmoe_status unpermute_check(call *c, const fmoe_unpermute_args *a)
+{
+    const int p_types = TYPE_PLAN | TYPE_WIDE;
+    const fmoe_arg map = {"map", a->map, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_TK}, 0};
+    const fmoe_arg weights = {"weights", a->weights, ARG_OPTIONAL, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    if (c->pass == FMOE_FORWARD) {
+        const fmoe_arg args[] = {
+            {"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0},
+            {"y", a->y, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_H}, 0},
+            map,
+            weights,
+        };
+        return finish(c, args, N_ARGS(args), AXIS_T, NULL, 0);
+    }
+    const fmoe_arg args[] = {
+        {"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0},
+        {"y", a->y, a->dweights ? ARG_IN : ARG_OPTIONAL, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_H}, 0},
+        map,
+        weights,
+        {"dy", a->dy, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_H}, 0},
+        {"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0},
+    };
+    return finish(c, args, N_ARGS(args), AXIS_T, NULL, 0);
+}
+
+static fmoe_status unpermute_run(call *c, const fmoe_unpermute_args *a)
+{
+    return c->p->backend->unpermute[c->pass](c->p, a, c->run);
+}
+
+RUN_CALL(unpermute, FMOE_OP_PERMUTE, fmoe_unpermute_args, 0, 0)
+
+/* ---- grouped matmul ---- */
+
+static int gmm_list(const fmoe_gmm_args *a, fmoe_pass pass, int64_t E, int64_t list, fmoe_arg *args)
+{
+    const int y_types = TYPE_PLAN | TYPE_WIDE, grad = TYPE_PLAN | TYPE_WIDE;
+    const bool back = pass == FMOE_BACKWARD;
+    const fmoe_axis_id stack = list ? AXIS_NONE : AXIS_E;
+    int n = 0;
+    args[n++] = (fmoe_arg){"x", a->x, back && !a->dw ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
+    args[n++] = (fmoe_arg){"w", a->w, back && !a->dx ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_MATRIX,
+                           {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+    if (!list)
+        args[n++] = (fmoe_arg){"sizes", a->sizes, E == 1 ? ARG_OPTIONAL : ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0};
+    if (!back) {
+        args[n++] = (fmoe_arg){"y", a->y, ARG_OUT, y_types, LAYOUT_ROWS, {AXIS_R, AXIS_N}, list};
+        args[n++] = (fmoe_arg){"bias", a->bias, ARG_OPTIONAL, TYPE_PLAN | TYPE_WIDE, LAYOUT_ROWS,
+                               {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+        return n;
+    }
+    args[n++] = (fmoe_arg){"dy", a->dy, ARG_IN, y_types, LAYOUT_ROWS, {AXIS_R, AXIS_N}, list};
+    args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
+    args[n++] = (fmoe_arg){"dw", a->dw, ARG_OPTIONAL_OUT, grad, LAYOUT_MATRIX,
+                           {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+    args[n++] = (fmoe_arg){"dbias", a->dbias, ARG_OPTIONAL_OUT, grad, LAYOUT_ROWS,
+                           {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+    return n;
+}
+
+static fmoe_status grouped_matmul_check(call *c, const fmoe_gmm_args *a)
+{
+    fmoe_arg args[8];
+    const int64_t E = c->p->d.E;
+    if (a->list != 0 && a->list != 1) return fmoe_fail(FMOE_ERR_ARG, "list is %d, must be 0 or 1", a->list);
+    if (a->cumulative != 0 && a->cumulative != 1)
+        return fmoe_fail(FMOE_ERR_ARG, "cumulative is %d, must be 0 or 1", a->cumulative);
+    if (a->list != (c->p->d.K == 0))
+        return fmoe_fail(FMOE_ERR_PLAN, "list is %d, the plan was made with K = %" PRId64 ", N = %" PRId64
+                         " (0, 0 is the list form)", a->list, c->p->d.K, c->p->d.N);
+    if (c->pass == FMOE_BACKWARD && !a->dx && !a->dw && !a->dbias)
+        return fmoe_fail(FMOE_ERR_NULL, "dx, dw and dbias are all NULL: nothing to compute");
+    const int n = gmm_list(a, c->pass, E, a->list ? E : 0, args);
+    if (!a->list) return finish(c, args, n, AXIS_R, NULL, 0);
+    /* Sizes differ from group to group: bind R, K and N anew for each, and sum the rows. */
+    int64_t rows = 0;
+    for (int64_t g = 0; g < E; g++) {
+        c->check.size[AXIS_R] = c->check.size[AXIS_K] = c->check.size[AXIS_N] = -1;
+        for (int i = 0; i < n; i++)
+            if (args[i].t) FMOE_TRY(fmoe_check_tensor(&c->check, &args[i], g));
+            else if (!(args[i].role & ARG_OPTIONAL)) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", args[i].name);
+        if (__builtin_add_overflow(rows, c->check.size[AXIS_R], &rows))
+            return fmoe_fail(FMOE_ERR_OVERFLOW, "the rows of all groups do not fit 64 bits");
+    }
+    c->check.size[AXIS_R] = rows;
+    const fmoe_span spans[1] = {{"workspace", c->run->workspace, c->run->workspace ? c->run->workspace_bytes : 0}};
+    FMOE_TRY(fmoe_check_overlap(args, n, spans, 1));
+    return finish(c, NULL, 0, AXIS_R, NULL, 0);
+}
+
+static fmoe_status grouped_matmul_run(call *c, const fmoe_gmm_args *a) { return c->p->backend->gmm[c->pass](c->p, a, c->run); }
+
+RUN_CALL(grouped_matmul, FMOE_OP_GROUPED_MATMUL, fmoe_gmm_args, 0, FMOE_ACCUMULATE | FMOE_ADD_DX)
+
+/* ---- activation ---- */
+
+static fmoe_status activation_check(call *c, const fmoe_activation_args *a)
+{
+    const bool back = c->pass == FMOE_BACKWARD;
+    const fmoe_arg args[] = {
+        {"h", a->h, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_HC}, 0},
+        {back ? "da" : "a", back ? a->da : a->a, back ? ARG_IN : ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_I}, 0},
+        {"dh", a->dh, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_HC}, 0},
+    };
+    return finish(c, args, back ? 3 : 2, AXIS_R, NULL, 0);
+}
+
+static fmoe_status activation_run(call *c, const fmoe_activation_args *a)
+{
+    return c->p->backend->activation[c->pass](c->p, a, c->run);
+}
+
+RUN_CALL(activation, FMOE_OP_ACTIVATION, fmoe_activation_args, 0, 0)
+
+/* ---- experts ---- */
+
+/* The arguments of a set of weights or of their gradients; names: w1 b1 w2 b2 gate up down with a prefix. */
+typedef struct weight_names {
+    const char *w1, *b1, *w2, *b2, *gate, *up, *down;
+} weight_names;
+
+static const weight_names experts_names = {"w1", "b1", "w2", "b2", "gate", "up", "down"};
+static const weight_names experts_grad_names = {"dw1", "db1", "dw2", "db2", "dgate", "dup", "ddown"};
+static const weight_names shared_names = {"shared w1", "shared b1", "shared w2", "shared b2", "shared gate list",
+                                          "shared up list", "shared down list"};
+static const weight_names shared_grad_names = {"dshared w1", "dshared b1", "dshared w2", "dshared b2", "dshared gate list",
+                                               "dshared up list", "dshared down list"};
+
+static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names, bool shared,
+                       bool grad)
+{
+    const bool list = w->up || w->down || w->gate, bias = (p->d.flags & FMOE_BIAS) != 0;
+    const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC, I = shared ? AXIS_SHARED_I : AXIS_I;
+    const int types = grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
+    const int need = grad ? ARG_OPTIONAL_OUT : ARG_IN;
+    const int64_t n_list = shared ? 1 : p->d.E;
+    int n = 0;
+    if (list) {
+        if (p->gated || w->gate)
+            args[n++] = (fmoe_arg){names->gate, w->gate, need, types, LAYOUT_MATRIX, {I, AXIS_H}, n_list};
+        args[n++] = (fmoe_arg){names->up, w->up, need, types, LAYOUT_MATRIX, {I, AXIS_H}, n_list};
+        args[n++] = (fmoe_arg){names->down, w->down, need, types, LAYOUT_MATRIX, {AXIS_H, I}, n_list};
+        return n;
+    }
+    args[n++] = (fmoe_arg){names->w1, w->w1, need, types, LAYOUT_MATRIX, {E, HC, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){names->w2, w->w2, need, types, LAYOUT_MATRIX, {E, AXIS_H, I}, 0};
+    if (bias) {
+        args[n++] = (fmoe_arg){names->b1, w->b1, need, bias_types, LAYOUT_ROWS, {E, HC}, 0};
+        args[n++] = (fmoe_arg){names->b2, w->b2, need, bias_types, LAYOUT_ROWS, {E, AXIS_H}, 0};
+    }
+    return n;
+}
+
+/* What the table of arguments cannot say. */
+static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names)
+{
+    const bool list = w->up || w->down || w->gate;
+    if (list && (w->w1 || w->b1 || w->w2 || w->b2))
+        return fmoe_fail(FMOE_ERR_ARG, "%s and %s are both given: weights are stacked or lists, not both",
+                         w->w1 || w->b1 ? names->w1 : names->w2, names->up);
+    if (list && (p->d.flags & FMOE_BIAS))
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but the plan has FMOE_BIAS: the list form has no biases", names->up);
+    if (w->gate && !p->gated)
+        return fmoe_fail(FMOE_ERR_ARG, "%s is given, but the activation %d is ungated", names->gate, p->d.act);
+    if (!(p->d.flags & FMOE_BIAS) && (w->b1 || w->b2))
+        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_BIAS", w->b1 ? names->b1 : names->b2);
+    return FMOE_OK;
+}
+
+static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
+{
+    const bool back = c->pass == FMOE_BACKWARD;
+    const int p_types = TYPE_PLAN | TYPE_WIDE;
+    fmoe_arg args[16];
+    int n = 0;
+    FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
+    args[n++] = (fmoe_arg){"x", a->x, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"ids", a->ids, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    args[n++] = (fmoe_arg){"weights", a->weights, ARG_IN, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    n += weight_args(args + n, c->p, &a->w, &experts_names, false, false);
+    if (!back) {
+        args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+        return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+    }
+    FMOE_TRY(check_weights(c->p, &a->dw, &experts_grad_names));
+    args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
+    return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+}
+
+static fmoe_status experts_run(call *c, const fmoe_experts_args *a) { return c->p->backend->experts[c->pass](c->p, a, c->run); }
+
+RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMULATE | FMOE_ADD_DX)
+
+/* ---- block ---- */
+
+static fmoe_status block_check(call *c, const fmoe_block_args *a)
+{
+    const bool back = c->pass == FMOE_BACKWARD, shared = c->p->d.shared_I > 0, gate = (c->p->d.flags & FMOE_SHARED_GATE) != 0;
+    const int wide = TYPE_PLAN | TYPE_WIDE;
+    const int routed = back ? ARG_IN : ARG_OUT;
+    fmoe_arg args[32];
+    int n = 0;
+    FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
+    FMOE_TRY(check_weights(c->p, &a->shared, &shared_names));
+    args[n++] = (fmoe_arg){"x", a->x, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"w_router", a->w_router, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"b_router", a->b_router, ARG_OPTIONAL, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
+    args[n++] = (fmoe_arg){"select_bias", a->select_bias, ARG_OPTIONAL, TYPE_WIDE, LAYOUT_COMPACT, {AXIS_E}, 0};
+    n += weight_args(args + n, c->p, &a->w, &experts_names, false, false);
+    if (shared) n += weight_args(args + n, c->p, &a->shared, &shared_names, true, false);
+    if (gate) args[n++] = (fmoe_arg){"shared_gate", a->shared_gate, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"logits", a->logits, routed, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
+    args[n++] = (fmoe_arg){"ids", a->ids, routed, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    args[n++] = (fmoe_arg){"weights", a->weights, routed, wide, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    if (!back) {
+        args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+        return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+    }
+    FMOE_TRY(check_weights(c->p, &a->dw, &experts_grad_names));
+    FMOE_TRY(check_weights(c->p, &a->dshared, &shared_grad_names));
+    args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"dlogits", a->dlogits, ARG_OPTIONAL, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
+    args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"dw_router", a->dw_router, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"db_router", a->db_router, ARG_OPTIONAL_OUT, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
+    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
+    if (shared) n += weight_args(args + n, c->p, &a->dshared, &shared_grad_names, true, true);
+    if (gate)
+        args[n++] = (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
+    return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+}
+
+static fmoe_status block_run(call *c, const fmoe_block_args *a) { return fmoe_block_run(c->p, c->pass, a, c->run); }
+
+RUN_CALL(block, FMOE_OP_BLOCK, fmoe_block_args, 0, FMOE_ACCUMULATE | FMOE_ADD_DX)

@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * load.c - find CANN's libraries and symbols, once for the process.
+ *
+ * Libraries: libascendcl.so (runtime), libnnopbase.so (descriptors), and the operators, either libopapi.so or, from about
+ * CANN 8.5 on, libopapi_{transformer,nn,math}.so; the two kinds are never mixed. FMOE_ASCEND_PATH names a folder to take all
+ * of them from. Otherwise what the process has already loaded (torch_npu) comes first, then the loader's own search, then
+ * $ASCEND_HOME_PATH/lib64. The libraries stay loaded: CANN does not survive being unloaded. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "acl.h"
+
+enum { RUNTIME, BASE, OPERATORS, LIBRARIES = OPERATORS + 3 }; /* up to three operator libraries */
+
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+static fmoe_acl loaded;
+static fmoe_status outcome;
+static char reason[512];
+
+static void *open_in(const char *folder, const char *sub, const char *name)
+{
+    char path[4096];
+    const int n = snprintf(path, sizeof path, "%s%s/%s", folder, sub, name);
+    return n > 0 && (size_t)n < sizeof path ? dlopen(path, RTLD_NOW | RTLD_GLOBAL) : NULL;
+}
+
+static void *open_library(const char *name)
+{
+    const char *own = secure_getenv("FMOE_ASCEND_PATH");
+    if (own && *own) return open_in(own, "", name);
+    void *lib = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+    if (!lib) lib = dlopen(name, RTLD_NOW | RTLD_GLOBAL);
+    const char *home = secure_getenv("ASCEND_HOME_PATH");
+    if (!lib && home && *home) lib = open_in(home, "/lib64", name);
+    return lib;
+}
+
+static fmoe_status missing(const char *what, const char *name)
+{
+    const char *own = secure_getenv("FMOE_ASCEND_PATH"), *why = dlerror();
+    snprintf(reason, sizeof reason, "%s %s not found%s%s%s%s%s", what, name, own && *own ? " in FMOE_ASCEND_PATH " : "",
+             own && *own ? own : "", why ? " (" : "", why ? why : "", why ? ")" : "");
+    return FMOE_ERR_BACKEND;
+}
+
+static void *find(void *const *libs, int first, int last, const char *name)
+{
+    for (int i = first; i < last; i++) {
+        void *f = libs[i] ? dlsym(libs[i], name) : NULL;
+        if (f) return f;
+    }
+    return NULL;
+}
+
+static fmoe_status open_all(void **libs)
+{
+    static const char *const split[] = {"libopapi_transformer.so", "libopapi_nn.so", "libopapi_math.so"};
+    dlerror();
+    libs[RUNTIME] = open_library("libascendcl.so");
+    if (!libs[RUNTIME]) return missing("library", "libascendcl.so");
+    libs[BASE] = open_library("libnnopbase.so");
+    if (!libs[BASE]) return missing("library", "libnnopbase.so");
+    /* A process that already uses the split libraries must go on with them. */
+    void *present = dlopen(split[0], RTLD_NOW | RTLD_NOLOAD);
+    if (!present) {
+        libs[OPERATORS] = open_library("libopapi.so");
+        if (libs[OPERATORS]) return FMOE_OK;
+    }
+    for (int i = 0; i < 3; i++) {
+        libs[OPERATORS + i] = open_library(split[2 - i]); /* math first: the others use it */
+        if (!libs[OPERATORS + i]) return missing("library", "libopapi.so (nor libopapi_transformer, _nn and _math)");
+    }
+    return FMOE_OK;
+}
+
+static fmoe_status bind(void *const *libs, fmoe_acl *acl)
+{
+    /* ISO C has no cast from void * to a function pointer; POSIX defines the copy. */
+#define ACL_FN(need, library, ret, name, args)                                           \
+    {                                                                                    \
+        void *f = find(libs, library, library + 1, #name);                               \
+        if (need && !f) return missing("symbol", #name);                                 \
+        memcpy(&acl->name, &f, sizeof f);                                                \
+    }
+#define ACL_OP(need, name, args)                                                         \
+    {                                                                                    \
+        void *one = find(libs, OPERATORS, LIBRARIES, "aclnn" #name "GetWorkspaceSize");  \
+        void *two = find(libs, OPERATORS, LIBRARIES, "aclnn" #name);                     \
+        if (need && !(one && two)) return missing("symbol", "aclnn" #name);              \
+        if (!one || !two) one = two = NULL;                                              \
+        memcpy(&acl->aclnn##name##GetWorkspaceSize, &one, sizeof one);                   \
+        memcpy(&acl->aclnn##name, &two, sizeof two);                                     \
+    }
+#include "acl.inc"
+#undef ACL_FN
+#undef ACL_OP
+    if (!acl->aclnnGroupedMatmulV4 && !acl->aclnnGroupedMatmulV5) return missing("symbol", "aclnnGroupedMatmulV5 (nor V4)");
+    if (!acl->aclnnMoeInitRoutingV2 && !acl->aclnnMoeInitRoutingV3) return missing("symbol", "aclnnMoeInitRoutingV3 (nor V2)");
+    return FMOE_OK;
+}
+
+static fmoe_status start(fmoe_acl *acl)
+{
+    /* 100002: torch_npu or the program itself was here before us. We never finalize. */
+    const aclError code = acl->aclInit(NULL);
+    if (code != 0 && code != ACL_REPEAT_INITIALIZE) {
+        const char *text = acl->aclGetRecentErrMsg();
+        snprintf(reason, sizeof reason, "aclInit failed with %d%s%.300s", code, text ? ": " : "", text ? text : "");
+        return FMOE_ERR_BACKEND;
+    }
+    if (acl->aclrtGetDeviceCount(&acl->devices) != 0 || acl->devices == 0) {
+        snprintf(reason, sizeof reason, "CANN is there and finds no NPU");
+        return FMOE_ERR_BACKEND;
+    }
+    const char *soc = acl->aclrtGetSocName();
+    snprintf(acl->soc, sizeof acl->soc, "%s", soc ? soc : "unknown");
+    /* The first 910 (A) and 310P have no grouped matmul for training. */
+    static const char *const refused[] = {"Ascend910A", "Ascend910Pro", "Ascend910Premium", "Ascend310"};
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
+        if (strncmp(acl->soc, refused[i], strlen(refused[i])) == 0) {
+            snprintf(reason, sizeof reason, "%s has no grouped matrix product; 910B, 910_93 or 950 is needed", acl->soc);
+            return FMOE_ERR_BACKEND;
+        }
+    aclVersion v;
+    memset(&v, 0, sizeof v);
+    if (acl->aclsysGetCANNVersion && acl->aclsysGetCANNVersion(0, &v) == 0) {
+        v.version[sizeof v.version - 1] = 0;
+        snprintf(acl->version, sizeof acl->version, "%.31s", v.version);
+        int major = 0, minor = 0;
+        if (sscanf(acl->version, "%d.%d", &major, &minor) >= 1) {
+            acl->mixed_probs = major > 8 || (major == 8 && minor >= 5);
+            if (major < 8) {
+                snprintf(reason, sizeof reason, "CANN %s is too old, 8.1 or later is needed", acl->version);
+                return FMOE_ERR_BACKEND;
+            }
+        }
+    }
+    return FMOE_OK;
+}
+
+static void load(void)
+{
+    void *libs[LIBRARIES] = {NULL};
+    outcome = open_all(libs);
+    if (outcome == FMOE_OK) outcome = bind(libs, &loaded);
+    if (outcome == FMOE_OK) outcome = start(&loaded);
+}
+
+fmoe_status fmoe_acl_get(const fmoe_acl **acl)
+{
+    pthread_once(&once, load);
+    if (outcome != FMOE_OK) return fmoe_fail(outcome, "Ascend: %s", reason);
+    *acl = &loaded;
+    return FMOE_OK;
+}

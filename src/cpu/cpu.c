@@ -1,0 +1,309 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * cpu.c - the CPU backend's table, and which ISA level its plans use. */
+#include "cpu/cpu.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <time.h>
+
+/* ---- levels ---- */
+
+enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVELS };
+
+static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16"};
+
+static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
+static int detected;               /* highest level of CPU and operating system */
+static int env_cap = LEVELS - 1;   /* FMOE_MAX_ISA */
+static char env_warning[96];
+static _Atomic int api_cap = LEVELS - 1; /* fmoe_cpu_set_max_isa */
+
+static int level_by_name(const char *name)
+{
+    for (int i = 0; i < LEVELS; i++)
+        if (strcmp(name, level_names[i]) == 0) return i;
+    return -1;
+}
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Which register files the operating system saves (XCR0): the CPUID bits alone are not enough. */
+static uint64_t os_state(void)
+{
+    uint32_t lo, hi;
+    __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+    return (uint64_t)hi << 32 | lo;
+}
+
+static int detect_level(void)
+{
+    unsigned a, b, c, d;
+    const uint64_t ymm = 0x6, zmm = 0xe6;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return LEVEL_c;
+    const bool fma = c >> 12 & 1, osxsave = c >> 27 & 1, avx = c >> 28 & 1, f16c = c >> 29 & 1;
+    if (!osxsave || !avx || !fma || !f16c) return LEVEL_c;
+    const uint64_t state = os_state();
+    if ((state & ymm) != ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return LEVEL_c;
+    if (!(b >> 5 & 1)) return LEVEL_c;
+    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    if (!f || !dq || !bw || !vl || (state & zmm) != zmm) return LEVEL_avx2;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
+    return LEVEL_avx512_bf16;
+}
+#else
+static int detect_level(void) { return LEVEL_c; }
+#endif
+
+static void detect(void)
+{
+    detected = detect_level();
+    const char *env = getenv("FMOE_MAX_ISA");
+    if (!env || !*env) return;
+    const int cap = level_by_name(env);
+    if (cap >= 0) env_cap = cap;
+    else snprintf(env_warning, sizeof env_warning, "FMOE_MAX_ISA=%.40s is not a level and is ignored", env);
+}
+
+int fmoe_cpu_level_count(void) { return LEVELS; }
+const char *fmoe_cpu_level_name(int level) { return level_names[level]; }
+
+int fmoe_cpu_level_available(int level)
+{
+    pthread_once(&detect_once, detect);
+    return level <= detected;
+}
+
+int fmoe_cpu_level(void)
+{
+    pthread_once(&detect_once, detect);
+    const int cap = atomic_load(&api_cap) < env_cap ? atomic_load(&api_cap) : env_cap;
+    return detected < cap ? detected : cap;
+}
+
+const char *fmoe_cpu_isa(void) { return level_names[fmoe_cpu_level()]; }
+
+fmoe_status fmoe_cpu_set_max_isa(const char *name)
+{
+    const int cap = name ? level_by_name(name) : LEVELS - 1;
+    if (cap < 0) return fmoe_fail(FMOE_ERR_ARG, "ISA level '%.40s' is unknown: c, avx2, avx512, avx512_bf16", name);
+    atomic_store(&api_cap, cap);
+    return FMOE_OK;
+}
+
+void fmoe_kernels_fill(fmoe_kernels *k, int level)
+{
+    memset(k, 0, sizeof *k);
+    k->isa = level_names[level];
+    k->nr = level >= LEVEL_avx512 ? 64 : 16;
+#define FMOE_KERNEL_FIELD(type, field)
+#define FMOE_KERNEL(lvl, type, field) \
+    if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
+#include "cpu/kernels.inc"
+}
+
+/* ---- threads ---- */
+
+typedef struct callback {
+    void (*fn)(void *, int);
+    void *arg;
+} callback;
+
+static void call_worker(void *arg, int worker)
+{
+    const callback *c = arg;
+    fmoe_run_worker(c->fn, c->arg, worker);
+}
+
+void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg)
+{
+    callback c = {fn, arg};
+    if (p->d.parallel) p->d.parallel(p->d.parallel_ctx, fmoe_cpu(p)->threads, call_worker, &c);
+    else fmoe_pool_run(fmoe_cpu(p)->threads, fn, arg);
+}
+
+typedef struct rows_run {
+    int64_t n, grain;
+    void (*fn)(void *, int64_t, int64_t);
+    void *ctx;
+    fmoe_tasks tasks;
+} rows_run;
+
+static void rows_worker(void *arg, int worker)
+{
+    (void)worker;
+    rows_run *run = arg;
+    int64_t task;
+    while (fmoe_claim(&run->tasks, &task)) run->fn(run->ctx, task * run->grain, fmoe_min(run->n, (task + 1) * run->grain));
+}
+
+void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx)
+{
+    rows_run run = {.n = n, .grain = grain, .fn = fn, .ctx = ctx};
+    run.tasks.n = fmoe_ceil_div(n, grain);
+    if (n) fmoe_parallel(p, rows_worker, &run);
+}
+
+/* ---- plans ---- */
+
+static fmoe_status plan_init(fmoe_plan_impl *p)
+{
+    fmoe_cpu_plan *cpu = calloc(1, sizeof *cpu);
+    if (!cpu) return fmoe_fail(FMOE_ERR_NOMEM, "a CPU plan of %zu bytes could not be allocated", sizeof *cpu);
+    fmoe_kernels_fill(&cpu->k, fmoe_cpu_level());
+    /* More threads than cores give nothing; a few more are allowed so that results can be compared over thread counts. */
+    const int cores = fmoe_cpu_count(), most = cores > 64 ? cores : 64;
+    cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
+    cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
+    cpu->work_type = cpu->pairs ? FMOE_BF16 : FMOE_F32;
+    p->priv = cpu;
+    return FMOE_OK;
+}
+
+static void plan_fini(fmoe_plan_impl *p) { free(p->priv); }
+
+static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+{
+    fmoe_carve c = fmoe_carve_begin(NULL, 64);
+    *saved = 0;
+    switch (p->d.op) {
+    case FMOE_OP_ROUTE: fmoe_cpu_route_carve(p, &c); break;
+    case FMOE_OP_PERMUTE: fmoe_cpu_permute_carve(p, T, &c); break;
+    case FMOE_OP_GROUPED_MATMUL: fmoe_cpu_gmm_carve(p, &c); break;
+    case FMOE_OP_EXPERTS:
+        if (pass == FMOE_FORWARD) fmoe_cpu_experts_forward_carve(p, T, &c);
+        else fmoe_cpu_experts_backward_carve(p, T, &c);
+        if (!(p->d.flags & FMOE_RECOMPUTE) &&
+            (fmoe_mul_overflow((size_t)T, (size_t)p->d.k, saved) || fmoe_mul_overflow(*saved, (size_t)p->h_cols, saved) ||
+             fmoe_mul_overflow(*saved, fmoe_dtype_size(p->d.dtype), saved)))
+            c.overflow = true;
+        break;
+    default: break;
+    }
+    if (c.overflow || *saved > (size_t)INT64_MAX)
+        return fmoe_fail(FMOE_ERR_OVERFLOW, "workspace for T = %lld does not fit 63 bits", (long long)T);
+    *workspace = fmoe_carve_bytes(&c);
+    return FMOE_OK;
+}
+
+static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
+{
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
+    const bool products = p->d.op == FMOE_OP_GROUPED_MATMUL || p->d.op == FMOE_OP_EXPERTS;
+    const char *how = !products                       ? "elementwise in f32"
+                      : cpu->pairs                    ? "products on bf16 pairs (gemm_bf16_avx512_bf16, 6x64 tiles)"
+                      : p->d.dtype == FMOE_F32        ? "products in f32"
+                                                      : "products in f32, operands widened while packed (no bf16 unit used)";
+    size_t used = (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa, cpu->threads,
+                                   cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how);
+    if (env_warning[0])
+        used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "%s\n", env_warning);
+    return used;
+}
+
+size_t fmoe_cpu_info(char *text, size_t n)
+{
+    pthread_once(&detect_once, detect);
+    char levels[64] = "";
+    for (int i = 0; i <= detected; i++) strcat(strcat(levels, i ? " " : ""), level_names[i]);
+    return (size_t)snprintf(text, n, "cpu: %d cores, levels %s, in use %s%s%s\n", fmoe_cpu_count(), levels, fmoe_cpu_isa(),
+                            env_warning[0] ? "; " : "", env_warning);
+}
+
+const fmoe_backend fmoe_backend_cpu = {
+    .version = FMOE_BACKEND_VERSION,
+    .name = "cpu",
+    .plan_init = plan_init,
+    .plan_fini = plan_fini,
+    .bytes = bytes,
+    .describe = describe,
+    .route = {fmoe_cpu_route_forward, fmoe_cpu_route_backward},
+    .permute = {fmoe_cpu_permute_forward, fmoe_cpu_permute_backward},
+    .unpermute = {fmoe_cpu_unpermute_forward, fmoe_cpu_unpermute_backward},
+    .gmm = {fmoe_cpu_gmm_forward, fmoe_cpu_gmm_backward},
+    .activation = {fmoe_cpu_activation_forward, fmoe_cpu_activation_backward},
+    .experts = {fmoe_cpu_experts_forward, fmoe_cpu_experts_backward},
+};
+
+/* ---- ceilings (experimental ring): measured where the kernels run, on as many threads ---- */
+
+static double seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+typedef struct ceiling_run {
+    fmoe_peak_fn *peak;
+    _Atomic int started;
+    int threads;
+    double rate[64];
+} ceiling_run;
+
+static void ceiling_worker(void *arg, int worker)
+{
+    ceiling_run *run = arg;
+    if (worker >= 64) return;
+    atomic_fetch_add(&run->started, 1);
+    for (int spin = 0; spin < 1000000 && atomic_load(&run->started) < run->threads; spin++) {}
+    double best = 0;
+    for (int i = 0; i < 12; i++) { /* the best of 12 slices of some 2 ms, all threads at once */
+        const double begin = seconds(), flops = run->peak(200000);
+        const double rate = flops / (seconds() - begin);
+        best = rate > best ? rate : best;
+    }
+    run->rate[worker] = best;
+}
+
+double fmoe_cpu_ceiling_gflops(fmoe_dtype dtype, int threads)
+{
+    fmoe_kernels k;
+    fmoe_kernels_fill(&k, fmoe_cpu_level());
+    ceiling_run run = {.peak = dtype == FMOE_BF16 && k.peak_bf16 ? k.peak_bf16 : k.peak_f32};
+    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
+    fmoe_pool_run(run.threads, ceiling_worker, &run);
+    double sum = 0;
+    for (int i = 0; i < 64; i++) sum += run.rate[i];
+    return sum * 1e-9;
+}
+
+typedef struct stream_run {
+    const char *data;
+    size_t bytes;
+    int threads;
+    uint64_t sink[64];
+} stream_run;
+
+static void stream_worker(void *arg, int worker)
+{
+    stream_run *run = arg;
+    if (worker >= run->threads) return;
+    const size_t share = run->bytes / (size_t)run->threads / 64 * 64;
+    const uint64_t *p = (const uint64_t *)(const void *)(run->data + (size_t)worker * share);
+    uint64_t sum[8] = {0};
+    for (size_t i = 0; i < share / 8; i += 8)
+        for (int j = 0; j < 8; j++) sum[j] += p[i + (size_t)j];
+    run->sink[worker] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
+}
+
+double fmoe_cpu_stream_gbytes(int threads)
+{
+    stream_run run = {.bytes = (size_t)512 << 20};
+    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
+    char *data = malloc(run.bytes);
+    if (!data) return 0;
+    memset(data, 1, run.bytes);
+    run.data = data;
+    double best = 0;
+    for (int i = 0; i < 5; i++) {
+        const double begin = seconds();
+        fmoe_pool_run(run.threads, stream_worker, &run);
+        const double rate = (double)run.bytes / (seconds() - begin);
+        best = rate > best ? rate : best;
+    }
+    free(data);
+    return best * 1e-9;
+}

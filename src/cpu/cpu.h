@@ -1,0 +1,241 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * cpu.h - the inside of the CPU backend: its plans, groups of rows, and the three products everything is made of (gemm.c). */
+#ifndef FMOE_CPU_H
+#define FMOE_CPU_H
+
+#include <stdatomic.h>
+
+#include "backend.h"
+#include "cpu/kernels.h"
+#include "util.h"
+
+/* What plan_init settles. */
+typedef struct fmoe_cpu_plan {
+    fmoe_kernels k;
+    int threads;
+    bool pairs;    /* products in bf16 pairs: buffers between products are bf16; else they are f32 */
+    int work_type; /* fmoe_dtype of those buffers */
+} fmoe_cpu_plan;
+
+static inline const fmoe_cpu_plan *fmoe_cpu(const fmoe_plan_impl *p) { return p->priv; }
+
+/* The same in f32, whatever the plan's: for the few products whose operands are of two types. */
+static inline fmoe_cpu_plan fmoe_cpu_wide(const fmoe_cpu_plan *cpu)
+{
+    fmoe_cpu_plan wide = *cpu;
+    wide.pairs = false;
+    wide.work_type = FMOE_F32;
+    return wide;
+}
+
+/* Bytes of a panel of kc rows. */
+static inline size_t fmoe_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
+{
+    return (size_t)(cpu->pairs ? (kc + 1) / 2 : kc) * FMOE_NB * 4;
+}
+
+/* ---- threads (pool.c) ---- */
+
+void fmoe_pool_run(int n, void (*fn)(void *arg, int worker), void *arg);
+void fmoe_run_worker(void (*fn)(void *arg, int worker), void *arg, int worker); /* in the default FP environment */
+int fmoe_cpu_count(void);
+
+/* On the plan's threads: the pool's or the caller's. */
+void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg);
+
+/* for_rows: fn(ctx, begin, end) over [0,n) in pieces of `grain`. For work that is independent row by row. */
+void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx);
+
+/* ---- rows grouped by expert (groups.c) ---- */
+
+typedef struct fmoe_groups {
+    int64_t E, R;    /* R: rows in groups */
+    int64_t *off;    /* [E+1] first row of each group */
+    int64_t *order;  /* [E] groups from large to small: the order tasks are handed out in */
+    int64_t *ends;   /* [E] scratch: running number of tasks of a product, in that order */
+    int64_t *slot;   /* [T*k] row -> t*k+j; in each group ascending */
+    int64_t *token;  /* [T*k] row -> t */
+} fmoe_groups;
+
+void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
+/* Validate ids and sort slots by expert, stable. Skipped slots get no row. Writes only into g. */
+fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids);
+/* From group sizes; sizes NULL: one group of all rows. off and order only. */
+fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int cumulative, int64_t rows);
+
+/* ---- operands ---- */
+
+/* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. */
+typedef struct fmoe_view {
+    char *p;
+    int64_t N, K, sn, sk;
+} fmoe_view;
+
+/* The matrices of all experts: a stack [E,N,K] or a list of E tensors [N,K]. */
+typedef struct fmoe_stack {
+    const fmoe_tensor *t;
+    bool list;
+    bool swap;         /* exchange the roles of N and K */
+    int64_t row, rows; /* only rows [row, row+rows) of the stored N dimension: one half of W1. rows 0: all */
+    int dtype;
+} fmoe_stack;
+
+fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e);
+
+/* Rows of an activation: row r of group e, gathered through an index, or one tensor a group. */
+typedef struct fmoe_rows {
+    const char *base;
+    int64_t stride;       /* bytes */
+    const int64_t *index; /* row -> row of base; NULL: itself */
+    const fmoe_tensor *list; /* [E]: row r of group e is row r - off[e] of list[e] */
+    int dtype;
+} fmoe_rows;
+
+fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index);
+fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
+
+/* ---- scratch of one worker ---- */
+
+typedef struct fmoe_scratch {
+    void *panel;           /* FMOE_PANEL_BYTES */
+    void *left;            /* 3 panels: the other operand of a weight gradient */
+    float *c;              /* [FMOE_ROW_BLOCK][FMOE_NB] */
+    float *sums;           /* [FMOE_TOKEN_BLOCK][FMOE_NB]: output columns owned by a task */
+    float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
+    const void **pointers; /* [FMOE_ROW_BLOCK + FMOE_KC_PAIRS] */
+} fmoe_scratch;
+
+enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3 };
+
+void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p); /* s: one per worker, threads of them */
+
+/* ---- the three products (gemm.c, outer.c) ---- */
+
+/* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns of the
+ * first and the same 32 of the second (gate and up). */
+typedef struct fmoe_in_job {
+    const fmoe_plan_impl *p;
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_scratch *scratch;
+    fmoe_rows a;
+    fmoe_stack w[2];
+    int n_w;
+    void (*finish)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
+    void *ctx;
+} fmoe_in_job;
+
+void fmoe_multiply_in(const fmoe_in_job *job);
+
+/* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task owns
+ * 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the second. */
+typedef struct fmoe_out_job {
+    const fmoe_plan_impl *p;
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_scratch *scratch;
+    fmoe_rows a;
+    fmoe_stack w[2];
+    int n_w;
+    const fmoe_tensor *weights; /* p[t*k+j]; NULL: 1 */
+    const fmoe_tensor *bias;    /* [E,N] added before p; NULL: none */
+    const fmoe_tensor *out;     /* [T,N] */
+    bool add;                   /* add to out instead of overwriting it */
+} fmoe_out_job;
+
+void fmoe_multiply_out(const fmoe_out_job *job);
+
+/* dW[e][n,k] = sum over the rows of e of A[r,n] B[r,k]: weight gradients. A starts at column a_column of its rows. */
+typedef struct fmoe_outer_job {
+    const fmoe_plan_impl *p;
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_scratch *scratch;
+    fmoe_rows a, b;
+    int64_t a_column;
+    fmoe_stack dw;
+    bool accumulate;
+} fmoe_outer_job;
+
+void fmoe_multiply_outer(const fmoe_outer_job *job);
+
+/* dbias[e][n] = sum over the rows of e of s[r] * A[r,n]; s NULL: 1. */
+void fmoe_column_sums(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, const fmoe_tensor *weights,
+                      const fmoe_tensor *dbias, bool list, bool accumulate);
+
+/* ---- small helpers ---- */
+
+/* One row between its storage type and f32. */
+void fmoe_load_row(const fmoe_kernels *k, int dtype, float *dst, const void *src, int64_t n);
+void fmoe_store_row(const fmoe_kernels *k, int dtype, void *dst, const float *src, int64_t n);
+
+static inline float fmoe_get_float(const void *p, int dtype, int64_t i)
+{
+    switch (dtype) {
+    case FMOE_BF16: return fmoe_bf16_to_float(((const uint16_t *)p)[i]);
+    case FMOE_F16: return fmoe_f16_to_float(((const uint16_t *)p)[i]);
+    default: return ((const float *)p)[i];
+    }
+}
+
+static inline void fmoe_set_float(void *p, int dtype, int64_t i, float v)
+{
+    switch (dtype) {
+    case FMOE_BF16: ((uint16_t *)p)[i] = fmoe_float_to_bf16(v); return;
+    case FMOE_F16: ((uint16_t *)p)[i] = fmoe_float_to_f16(v); return;
+    default: ((float *)p)[i] = v;
+    }
+}
+
+static inline const void *fmoe_row(const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t r)
+{
+    if (a->list) {
+        const fmoe_tensor *t = a->list + e;
+        return (const char *)fmoe_data(t) + (r - g->off[e]) * fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(a->dtype);
+    }
+    return a->base + (a->index ? a->index[r] : r) * a->stride;
+}
+
+/* Claim tasks 0..n-1, one after another, from any worker. */
+typedef struct fmoe_tasks {
+    _Atomic int64_t next;
+    int64_t n;
+} fmoe_tasks;
+
+static inline bool fmoe_claim(fmoe_tasks *t, int64_t *task)
+{
+    *task = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
+    return *task < t->n;
+}
+
+/* ---- the operations, one file each ---- */
+
+fmoe_status fmoe_cpu_route_forward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_route_backward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_permute_forward(const fmoe_plan_impl *, const fmoe_permute_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_permute_backward(const fmoe_plan_impl *, const fmoe_permute_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_unpermute_forward(const fmoe_plan_impl *, const fmoe_unpermute_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_unpermute_backward(const fmoe_plan_impl *, const fmoe_unpermute_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_activation_forward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_activation_backward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
+
+/* Their workspaces: the same carve walks, measured. */
+void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c);
+void fmoe_cpu_permute_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
+void fmoe_cpu_gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c);
+void fmoe_cpu_experts_forward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
+void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
+
+/* experts.c: shared by both passes. The first product with its activation: h (plan's dtype) and a (work type), either may be NULL. */
+void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g, fmoe_scratch *scratch, void *h,
+                     void *a);
+fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
+fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
+bool fmoe_w1_whole(const fmoe_plan_impl *p, const fmoe_weights *w); /* one stack in stored order: interleaved or ungated */
+
+#endif

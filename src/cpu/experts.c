@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * experts.c - the fused layer, forward: sort, up with the activation in its epilogue, down with the combination in its
+ * epilogue. Between the two products only a [R,I] exists; x is gathered by row pointers, y is never stored. */
+#include <inttypes.h>
+
+#include "cpu/cpu.h"
+
+/* ---- weights ---- */
+
+static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
+
+/* Interleaved or ungated W1 is one matrix in stored order; otherwise gate and up are two. */
+bool fmoe_w1_whole(const fmoe_plan_impl *p, const fmoe_weights *w)
+{
+    return !p->gated || (!is_list(w) && (p->d.flags & FMOE_INTERLEAVED));
+}
+
+fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half)
+{
+    const fmoe_tensor *t = !is_list(w) ? w->w1 : half == 0 && p->gated ? w->gate : w->up;
+    fmoe_stack s = {.t = t, .list = is_list(w)};
+    if (t) s.dtype = fmoe_tensor_dtype(t);
+    if (!s.list && !fmoe_w1_whole(p, w)) {
+        s.row = half * p->d.I;
+        s.rows = p->d.I;
+    }
+    return s;
+}
+
+fmoe_stack fmoe_w2_stack(const fmoe_weights *w)
+{
+    const fmoe_tensor *t = w->down ? w->down : w->w2;
+    return (fmoe_stack){.t = t, .list = w->down != NULL, .dtype = t ? fmoe_tensor_dtype(t) : 0};
+}
+
+/* ---- up: h = x . W1^T + b1, a = act(h) ---- */
+
+typedef struct up_ctx {
+    const fmoe_plan_impl *p;
+    const fmoe_tensor *b1;
+    fmoe_act_params act;
+    char *h, *a;
+    bool whole;
+} up_ctx;
+
+/* The bias of a block's 64 columns, in their order; n elements of each half. */
+static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float *bias)
+{
+    const fmoe_kernels *k = &fmoe_cpu(u->p)->k;
+    const int dtype = fmoe_tensor_dtype(u->b1);
+    const int64_t element = (int64_t)fmoe_dtype_size(dtype);
+    const char *row = (const char *)fmoe_data(u->b1) + e * fmoe_stride(u->b1, 0) * element;
+    fmoe_load_row(k, dtype, bias, row + n0 * element, n);
+    if (!u->whole) fmoe_load_row(k, dtype, bias + FMOE_NB / 2, row + (u->p->d.I + n0) * element, n);
+}
+
+static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+{
+    const up_ctx *u = ctx;
+    const fmoe_cpu_plan *cpu = fmoe_cpu(u->p);
+    const fmoe_kernels *k = &cpu->k;
+    const int64_t I = u->p->d.I, h_cols = u->p->h_cols;
+    const int dtype = u->p->d.dtype, work = cpu->work_type;
+    const int64_t he = (int64_t)fmoe_dtype_size(dtype), we = (int64_t)fmoe_dtype_size(work);
+    const bool interleaved = u->p->gated && u->whole;
+    const int64_t i0 = interleaved ? n0 / 2 : n0, ni = interleaved ? n / 2 : n; /* columns of I */
+    float bias[FMOE_NB] = {0}, gate[FMOE_NB], up[FMOE_NB], a[FMOE_NB];
+    if (u->b1) block_bias(u, e, n0, n, bias);
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
+        const int64_t r = row + i;
+        const float *g = c, *v = c;
+        if (u->b1) k->axpy(c, 1.0f, bias, FMOE_NB);
+        if (interleaved) {
+            for (int64_t j = 0; j < ni; j++) {
+                gate[j] = c[2 * j];
+                up[j] = c[2 * j + 1];
+            }
+            g = gate;
+            v = up;
+        } else if (u->p->gated) {
+            v = c + FMOE_NB / 2;
+        }
+        if (u->h) {
+            if (u->p->gated) fmoe_store_row(k, dtype, u->h + (r * h_cols + i0) * he, g, ni);
+            fmoe_store_row(k, dtype, u->h + (r * h_cols + (u->p->gated ? I : 0) + i0) * he, v, ni);
+        }
+        if (u->a) {
+            k->act_forward(&u->act, g, v, a, ni);
+            fmoe_store_row(k, work, u->a + (r * I + i0) * we, a, ni);
+        }
+    }
+}
+
+void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g, fmoe_scratch *scratch, void *h,
+                     void *a)
+{
+    const bool whole = fmoe_w1_whole(p, &args->w);
+    up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
+    const fmoe_in_job job = {.p = p, .cpu = fmoe_cpu(p), .g = g, .scratch = scratch, .a = fmoe_rows_of(args->x, g->token),
+                             .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}, .n_w = whole ? 1 : 2,
+                             .finish = up_finish, .ctx = &ctx};
+    fmoe_multiply_in(&job);
+}
+
+/* ---- the pass ---- */
+
+typedef struct forward_buffers {
+    fmoe_groups g;
+    fmoe_scratch *scratch;
+    void *a;
+} forward_buffers;
+
+static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, forward_buffers *b)
+{
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    int64_t R, elements;
+    if (__builtin_mul_overflow(T, p->d.k, &R) || __builtin_mul_overflow(R, p->d.I, &elements)) {
+        c->overflow = true;
+        return;
+    }
+    fmoe_groups_carve(&b->g, c, p->d.E, R);
+    b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
+    fmoe_scratch_carve(b->scratch, c, p);
+    b->a = fmoe_carve_take(c, elements, fmoe_dtype_size(cpu->work_type));
+}
+
+fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
+{
+    forward_buffers b;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
+    carve_forward(p, args->x->shape[0], &c, &b);
+    FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
+    fmoe_experts_up(p, args, &b.g, b.scratch, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
+    const fmoe_out_job down = {.p = p, .cpu = fmoe_cpu(p), .g = &b.g, .scratch = b.scratch,
+                               .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type), .w = {fmoe_w2_stack(&args->w)},
+                               .n_w = 1, .weights = args->weights, .bias = args->w.b2, .out = args->out,
+                               .add = (run->flags & FMOE_ADD_OUT) != 0};
+    fmoe_multiply_out(&down);
+    return FMOE_OK;
+}
+
+void fmoe_cpu_experts_forward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
+{
+    forward_buffers b;
+    carve_forward(p, T, c, &b);
+}

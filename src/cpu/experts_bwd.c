@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * experts_bwd.c - the fused layer, backward.
+ *
+ *   dA[r]  = dout[token(r)] . W2[e]                  its epilogue, row by row in registers and L1:
+ *              a, dh = activation and its gradient at the saved h, with dA scaled by p
+ *              dp[r] = <dA[r], a[r]> (+ <dout, b2>)    the gradient of the routing weight: y is never needed
+ *              pa[r] = p[r] * a[r]                     so that dW2 needs no scaling
+ *   dx[t]  = sum over the rows of t of dh[r] . W1[e]
+ *   dW2[e] = dout^T . pa,   dW1[e] = dh^T . x         over the rows of e
+ *
+ * What is not asked for is not computed. Columns of dh stand in the stored order of W1's rows, so interleaved weights and
+ * their gradients need no shuffling. */
+#include "cpu/cpu.h"
+
+typedef struct backward_buffers {
+    fmoe_groups g;
+    fmoe_scratch *scratch;
+    void *dh;        /* [R, 2I or I] work type */
+    void *pa;        /* [R, I] work type */
+    float *dp_parts; /* [R, blocks of I] */
+    void *h;         /* [R, 2I or I] plan's dtype, with FMOE_RECOMPUTE */
+} backward_buffers;
+
+static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
+
+static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, backward_buffers *b)
+{
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const size_t work = fmoe_dtype_size(cpu->work_type);
+    int64_t R, elements;
+    if (__builtin_mul_overflow(T, p->d.k, &R) || __builtin_mul_overflow(R, 2 * p->d.I, &elements)) {
+        c->overflow = true;
+        return;
+    }
+    fmoe_groups_carve(&b->g, c, p->d.E, R);
+    b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
+    fmoe_scratch_carve(b->scratch, c, p);
+    b->dh = fmoe_carve_take(c, R * p->h_cols, work);
+    b->pa = fmoe_carve_take(c, R * p->d.I, work);
+    b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));
+    b->h = p->d.flags & FMOE_RECOMPUTE ? fmoe_carve_take(c, R * p->h_cols, fmoe_dtype_size(p->d.dtype)) : NULL;
+}
+
+void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
+{
+    backward_buffers b;
+    carve_backward(p, T, c, &b);
+}
+
+/* ---- epilogue of dA ---- */
+
+typedef struct dh_ctx {
+    const fmoe_plan_impl *p;
+    const fmoe_groups *g;
+    const fmoe_tensor *weights;
+    fmoe_act_params act;
+    const char *h;
+    char *dh, *pa;
+    float *dp_parts;
+    bool interleaved;
+} dh_ctx;
+
+static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+{
+    (void)e;
+    const dh_ctx *x = arg;
+    const fmoe_plan_impl *p = x->p;
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const fmoe_kernels *k = &cpu->k;
+    const int64_t I = p->d.I, h_cols = p->h_cols, up_column = p->gated ? I : 0;
+    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
+    const void *weights = fmoe_data(x->weights);
+    const int p_type = fmoe_tensor_dtype(x->weights);
+    float g[FMOE_NB], u[FMOE_NB], da[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], a[FMOE_NB], both[2 * FMOE_NB];
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
+        const int64_t r = row + i;
+        const float weight = fmoe_get_float(weights, p_type, x->g->slot[r]);
+        if (p->gated) fmoe_load_row(k, p->d.dtype, g, x->h + (r * h_cols + n0) * he, n);
+        fmoe_load_row(k, p->d.dtype, u, x->h + (r * h_cols + up_column + n0) * he, n);
+        for (int64_t j = 0; j < n; j++) da[j] = weight * c[j];
+        k->act_backward(&x->act, g, u, da, dg, du, a, n);
+        x->dp_parts[r * i_blocks(p) + n0 / FMOE_NB] = k->dot(c, a, n);
+        if (x->pa) {
+            for (int64_t j = 0; j < n; j++) a[j] *= weight;
+            fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, a, n);
+        }
+        if (!x->dh) continue;
+        if (x->interleaved) {
+            for (int64_t j = 0; j < n; j++) {
+                both[2 * j] = dg[j];
+                both[2 * j + 1] = du[j];
+            }
+            fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + 2 * n0) * we, both, 2 * n);
+        } else {
+            if (p->gated) fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + n0) * we, dg, n);
+            fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + up_column + n0) * we, du, n);
+        }
+    }
+}
+
+/* ---- dp ---- */
+
+typedef struct dp_ctx {
+    const fmoe_plan_impl *p;
+    const fmoe_experts_args *args;
+    const backward_buffers *b;
+} dp_ctx;
+
+/* <dout[t], b2[e]>: the part of y that is the bias. */
+static float bias_part(const dp_ctx *x, int64_t e, int64_t t)
+{
+    const fmoe_tensor *dout = x->args->dout, *b2 = x->args->w.b2;
+    const fmoe_kernels *k = &fmoe_cpu(x->p)->k;
+    const int d_type = fmoe_tensor_dtype(dout), b_type = fmoe_tensor_dtype(b2);
+    const char *d = (const char *)fmoe_data(dout) + t * fmoe_stride(dout, 0) * (int64_t)fmoe_dtype_size(d_type);
+    const char *b = (const char *)fmoe_data(b2) + e * fmoe_stride(b2, 0) * (int64_t)fmoe_dtype_size(b_type);
+    float sum = 0, x1[FMOE_NB], x2[FMOE_NB];
+    for (int64_t n0 = 0; n0 < x->p->d.H; n0 += FMOE_NB) {
+        const int64_t n = fmoe_min(FMOE_NB, x->p->d.H - n0);
+        fmoe_load_row(k, d_type, x1, d + n0 * (int64_t)fmoe_dtype_size(d_type), n);
+        fmoe_load_row(k, b_type, x2, b + n0 * (int64_t)fmoe_dtype_size(b_type), n);
+        sum += k->dot(x1, x2, n);
+    }
+    return sum;
+}
+
+static void dp_groups(void *arg, int64_t begin, int64_t end)
+{
+    const dp_ctx *x = arg;
+    const fmoe_groups *g = &x->b->g;
+    const fmoe_tensor *dweights = x->args->dweights;
+    const int64_t blocks = i_blocks(x->p);
+    for (int64_t e = begin; e < end; e++)
+        for (int64_t r = g->off[e]; r < g->off[e + 1]; r++) {
+            float sum = 0;
+            for (int64_t i = 0; i < blocks; i++) sum += x->b->dp_parts[r * blocks + i];
+            if (x->args->w.b2) sum += bias_part(x, e, g->token[r]);
+            fmoe_set_float(fmoe_data(dweights), fmoe_tensor_dtype(dweights), g->slot[r], sum);
+        }
+}
+
+static void weight_gradient(const fmoe_plan_impl *p, const fmoe_experts_args *args, const backward_buffers *b)
+{
+    const fmoe_tensor *dw = args->dweights;
+    /* Skipped slots have no row: their gradient is zero. */
+    memset(fmoe_data(dw), 0, (size_t)(dw->shape[0] * dw->shape[1]) * fmoe_dtype_size(fmoe_tensor_dtype(dw)));
+    dp_ctx ctx = {p, args, b};
+    fmoe_for_rows(p, b->g.E, 1, dp_groups, &ctx);
+}
+
+/* ---- the pass ---- */
+
+fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
+{
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const fmoe_weights *w = &args->w, *dw = &args->dw;
+    const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0;
+    const bool need_dw1 = dw->w1 || dw->up || dw->gate, need_dw2 = dw->w2 || dw->down;
+    backward_buffers b;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
+    carve_backward(p, args->x->shape[0], &c, &b);
+    FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
+
+    const bool need_dh = args->dx || need_dw1 || dw->b1;
+    if (need_dh || need_dw2 || args->dweights) {
+        const void *h = args->saved;
+        if (b.h) {
+            fmoe_experts_up(p, args, &b.g, b.scratch, b.h, NULL);
+            h = b.h;
+        }
+        dh_ctx ctx = {.p = p, .g = &b.g, .weights = args->weights, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h,
+                      .dh = need_dh ? b.dh : NULL, .pa = need_dw2 ? b.pa : NULL, .dp_parts = b.dp_parts,
+                      .interleaved = p->gated && fmoe_w1_whole(p, w)};
+        fmoe_in_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = fmoe_rows_of(args->dout, b.g.token),
+                           .w = {fmoe_w2_stack(w)}, .n_w = 1, .finish = dh_finish, .ctx = &ctx};
+        job.w[0].swap = true; /* contract over H */
+        fmoe_multiply_in(&job);
+    }
+    if (args->dweights) weight_gradient(p, args, &b);
+
+    const fmoe_rows dh = fmoe_rows_buffer(b.dh, p->h_cols, cpu->work_type);
+    const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
+    if (args->dx) {
+        fmoe_out_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dh,
+                            .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)}, .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
+                            .out = args->dx, .add = (run->flags & FMOE_ADD_DX) != 0};
+        job.w[0].swap = job.w[1].swap = true;
+        fmoe_multiply_out(&job);
+    }
+    if (need_dw2) {
+        const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dout,
+                                    .b = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type), .dw = fmoe_w2_stack(dw),
+                                    .accumulate = accumulate};
+        fmoe_multiply_outer(&job);
+    }
+    if (need_dw1) {
+        const bool whole = fmoe_w1_whole(p, dw);
+        for (int half = 0; half < (whole ? 1 : 2); half++) {
+            const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dh, .b = x,
+                                        .a_column = half * p->d.I, .dw = fmoe_w1_stack(p, dw, half), .accumulate = accumulate};
+            if (job.dw.t) fmoe_multiply_outer(&job);
+        }
+    }
+    if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, accumulate);
+    if (dw->b2) fmoe_column_sums(p, &b.g, &dout, args->weights, dw->b2, false, accumulate);
+    return FMOE_OK;
+}

@@ -1,0 +1,72 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gemm_c.c - the portable products: 2 x 16 tiles in plain C, which compilers turn into whatever vectors the baseline has.
+ *
+ * Correct everywhere and the yardstick of every other level; panels are strips of 16 columns as on AVX2. */
+#include "cpu/kernels.h"
+#include "util.h"
+
+enum { NR = 16, MR = 2 };
+
+static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step, const float *restrict b, float *c,
+                        int64_t ldc, int first)
+{
+    float acc[MR][NR];
+    for (int i = 0; i < mr; i++)
+        for (int j = 0; j < NR; j++) acc[i][j] = first ? 0.0f : c[i * ldc + j];
+    for (int64_t k = 0; k < kc; k++, b += NR)
+        for (int i = 0; i < mr; i++) {
+            const float ai = *(const float *)(const void *)((const char *)a[i] + k * a_step);
+            for (int j = 0; j < NR; j++) acc[i][j] += ai * b[j];
+        }
+    for (int i = 0; i < mr; i++)
+        for (int j = 0; j < NR; j++) c[i * ldc + j] = acc[i][j];
+}
+
+void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
+                     int first)
+{
+    for (int strip = 0; strip < FMOE_NB / NR; strip++) {
+        const float *b = (const float *)panel + strip * kc * NR;
+        int64_t i = 0;
+        for (; i + MR <= rows; i += MR) tile(MR, kc, a + i, a_step, b, c + i * ldc + strip * NR, ldc, first);
+        if (i < rows) tile(1, kc, a + i, a_step, b, c + i * ldc + strip * NR, ldc, first);
+    }
+}
+
+static inline float load1_f32(const void *p, int64_t i) { return ((const float *)p)[i]; }
+static inline float load1_bf16(const void *p, int64_t i) { return fmoe_bf16_to_float(((const uint16_t *)p)[i]); }
+static inline float load1_f16(const void *p, int64_t i) { return fmoe_f16_to_float(((const uint16_t *)p)[i]); }
+
+#define DEFINE_PACK(type)                                                                                        \
+    void fmoe_pack_rows_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)     \
+    {                                                                                                            \
+        for (int64_t j = 0; j < n; j++) {                                                                        \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                             \
+            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(rows[k], j);                             \
+        }                                                                                                        \
+    }                                                                                                            \
+    void fmoe_pack_cols_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)     \
+    {                                                                                                            \
+        for (int64_t j = 0; j < n; j++) {                                                                        \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                             \
+            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(cols[j], k);                             \
+        }                                                                                                        \
+    }
+
+DEFINE_PACK(f32)
+DEFINE_PACK(bf16)
+DEFINE_PACK(f16)
+
+double fmoe_peak_f32_c(int64_t rounds)
+{
+    float acc[32];
+    for (int i = 0; i < 32; i++) acc[i] = (float)i;
+    volatile float vx = 0.9999f, vy = 1e-4f;
+    const float x = vx, y = vy;
+    for (int64_t r = 0; r < rounds; r++)
+        for (int i = 0; i < 32; i++) acc[i] = acc[i] * x + y;
+    volatile float sink = 0;
+    for (int i = 0; i < 32; i++) sink = sink + acc[i];
+    return (double)rounds * 32 * 2;
+}

@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * gmm.c - grouped matmul, forward and backward, stacked and as lists. */
+#include "cpu/cpu.h"
+
+typedef struct gmm_buffers {
+    fmoe_groups g;
+    fmoe_scratch *scratch;
+} gmm_buffers;
+
+static void carve(const fmoe_plan_impl *p, fmoe_carve *c, gmm_buffers *b)
+{
+    fmoe_groups_carve(&b->g, c, p->d.E, 0);
+    b->scratch = fmoe_carve_take(c, fmoe_cpu(p)->threads, sizeof *b->scratch);
+    fmoe_scratch_carve(b->scratch, c, p);
+}
+
+void fmoe_cpu_gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c)
+{
+    gmm_buffers b;
+    carve(p, c, &b);
+}
+
+static fmoe_status group(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_tensor *rows, const fmoe_run *run,
+                         gmm_buffers *b)
+{
+    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
+    carve(p, &c, b);
+    if (!a->list) return fmoe_groups_from_sizes(&b->g, a->sizes, a->cumulative, rows->shape[0]);
+    b->g.off[0] = b->g.R = 0;
+    for (int64_t e = 0; e < p->d.E; e++) {
+        b->g.R += rows[e].shape[0];
+        b->g.off[e + 1] = b->g.R;
+        b->g.order[e] = e;
+    }
+    return FMOE_OK;
+}
+
+static fmoe_rows rows_of(const fmoe_gmm_args *a, const fmoe_tensor *t)
+{
+    fmoe_rows r = {.list = t, .dtype = fmoe_tensor_dtype(t)};
+    return a->list ? r : fmoe_rows_of(t, NULL);
+}
+
+/* w is [K,N] where products want [N,K]: swap. */
+static fmoe_stack stack_of(const fmoe_gmm_args *a, const fmoe_tensor *w, bool swap)
+{
+    return (fmoe_stack){.t = w, .list = a->list, .swap = swap, .dtype = fmoe_tensor_dtype(w)};
+}
+
+/* Where a block of results goes: y (with bias) or dx (added to, if asked). */
+typedef struct store_ctx {
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_rows y;
+    const fmoe_tensor *bias;
+    bool list, add;
+} store_ctx;
+
+static void store_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+{
+    const store_ctx *x = arg;
+    const fmoe_kernels *k = &x->cpu->k;
+    const int64_t element = (int64_t)fmoe_dtype_size(x->y.dtype);
+    float bias[FMOE_NB], old[FMOE_NB];
+    if (x->bias) {
+        const fmoe_tensor *t = x->list ? x->bias + e : x->bias;
+        const int dtype = fmoe_tensor_dtype(t);
+        const int64_t at = (x->list ? 0 : e * fmoe_stride(t, 0)) + n0;
+        fmoe_load_row(k, dtype, bias, (const char *)fmoe_data(t) + at * (int64_t)fmoe_dtype_size(dtype), n);
+    }
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
+        char *dst = (char *)(uintptr_t)fmoe_row(&x->y, x->g, e, row + i) + n0 * element;
+        if (x->bias) k->axpy(c, 1.0f, bias, n);
+        if (x->add) {
+            fmoe_load_row(k, x->y.dtype, old, dst, n);
+            k->axpy(c, 1.0f, old, n);
+        }
+        fmoe_store_row(k, x->y.dtype, dst, c, n);
+    }
+}
+
+fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run)
+{
+    gmm_buffers b;
+    FMOE_TRY(group(p, a, a->x, run, &b));
+    store_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = rows_of(a, a->y), .bias = a->bias, .list = a->list};
+    const fmoe_in_job job = {.p = p, .cpu = fmoe_cpu(p), .g = &b.g, .scratch = b.scratch, .a = rows_of(a, a->x),
+                             .w = {stack_of(a, a->w, true)}, .n_w = 1, .finish = store_finish, .ctx = &ctx};
+    fmoe_multiply_in(&job);
+    return FMOE_OK;
+}
+
+/* Rows past the last group. */
+static void zero_tail(const fmoe_tensor *dx, int64_t from)
+{
+    const size_t element = fmoe_dtype_size(fmoe_tensor_dtype(dx));
+    for (int64_t r = from; r < dx->shape[0]; r++)
+        memset((char *)fmoe_data(dx) + (size_t)(r * fmoe_stride(dx, 0)) * element, 0, (size_t)dx->shape[1] * element);
+}
+
+fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run)
+{
+    gmm_buffers b;
+    const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0, add = (run->flags & FMOE_ADD_DX) != 0;
+    FMOE_TRY(group(p, a, a->dy, run, &b));
+    /* f32 dy beside bf16 x and w (the router): all of it in f32. */
+    const fmoe_cpu_plan wide = fmoe_cpu_wide(fmoe_cpu(p));
+    const fmoe_rows dy = rows_of(a, a->dy);
+    const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &wide;
+    if (a->dx) {
+        store_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
+        const fmoe_in_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dy,
+                                 .w = {stack_of(a, a->w, false)}, .n_w = 1, .finish = store_finish, .ctx = &ctx};
+        fmoe_multiply_in(&job);
+        if (!a->list && !add) zero_tail(a->dx, b.g.R);
+    }
+    if (a->dw) {
+        const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = rows_of(a, a->x), .b = dy,
+                                    .dw = stack_of(a, a->dw, false), .accumulate = accumulate};
+        fmoe_multiply_outer(&job);
+    }
+    if (a->dbias) fmoe_column_sums(p, &b.g, &dy, NULL, a->dbias, a->list, accumulate);
+    return FMOE_OK;
+}

@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * groups.c - rows grouped by expert: validation and a stable counting sort. */
+#include <inttypes.h>
+
+#include "cpu/cpu.h"
+
+void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
+{
+    g->E = E;
+    g->off = fmoe_carve_take(c, E + 1, sizeof *g->off);
+    g->order = fmoe_carve_take(c, E, sizeof *g->order);
+    g->ends = fmoe_carve_take(c, E, sizeof *g->ends);
+    g->slot = slots ? fmoe_carve_take(c, slots, sizeof *g->slot) : NULL;
+    g->token = slots ? fmoe_carve_take(c, slots, sizeof *g->token) : NULL;
+}
+
+static int64_t group_rows(const fmoe_groups *g, int64_t e) { return g->off[e + 1] - g->off[e]; }
+
+static void sift(const fmoe_groups *g, int64_t root, int64_t n)
+{
+    int64_t *o = g->order;
+    for (int64_t child; (child = 2 * root + 1) < n; root = child) {
+        if (child + 1 < n && group_rows(g, o[child + 1]) < group_rows(g, o[child])) child++;
+        if (group_rows(g, o[root]) <= group_rows(g, o[child])) return;
+        const int64_t swap = o[root];
+        o[root] = o[child];
+        o[child] = swap;
+    }
+}
+
+/* Large groups first, so that the last tasks handed out are short. */
+static void order_groups(fmoe_groups *g)
+{
+    for (int64_t e = 0; e < g->E; e++) g->order[e] = e;
+    for (int64_t i = g->E / 2; i-- > 0;) sift(g, i, g->E);
+    for (int64_t i = g->E; i-- > 1;) {
+        const int64_t swap = g->order[0];
+        g->order[0] = g->order[i];
+        g->order[i] = swap;
+        sift(g, 0, i);
+    }
+}
+
+fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids)
+{
+    const int64_t E = p->d.E, k = p->d.k, n = ids->shape[0] * k;
+    const int type = fmoe_tensor_dtype(ids);
+    const void *data = fmoe_data(ids);
+    const bool skip_neg1 = p->d.flags & FMOE_SKIP_NEG1, skip_E = p->d.flags & FMOE_SKIP_E;
+    memset(g->off, 0, (size_t)(E + 1) * sizeof *g->off);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t e = fmoe_get_int(data, type, i);
+        if ((uint64_t)e < (uint64_t)E) g->off[e + 1]++;
+        else if (!(e == -1 && skip_neg1) && !(e == E && skip_E))
+            return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", E is %" PRId64 "%s", i / k, i % k, e, E,
+                             e == -1 || e == E ? " (the plan declares no such skip mark)" : "");
+    }
+    for (int64_t e = 0; e < E; e++) g->off[e + 1] += g->off[e];
+    g->R = g->off[E];
+    int64_t *next = g->order; /* the order is made last: borrow its memory */
+    memcpy(next, g->off, (size_t)E * sizeof *next);
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t e = fmoe_get_int(data, type, i);
+        if ((uint64_t)e >= (uint64_t)E) continue;
+        g->slot[next[e]] = i;
+        g->token[next[e]++] = i / k;
+    }
+    order_groups(g);
+    return FMOE_OK;
+}
+
+fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int cumulative, int64_t rows)
+{
+    g->off[0] = 0;
+    if (!sizes) g->off[1] = rows;
+    for (int64_t e = 0; sizes && e < g->E; e++) {
+        const int64_t v = fmoe_get_int(fmoe_data(sizes), fmoe_tensor_dtype(sizes), e);
+        const int64_t before = g->off[e];
+        if (cumulative ? v < before : v < 0)
+            return fmoe_fail(FMOE_ERR_INDEX, "sizes[%" PRId64 "] is %" PRId64 ", must not be below %" PRId64 "%s", e, v,
+                             cumulative ? before : 0, cumulative ? " (the sum before it)" : "");
+        if (cumulative ? v > rows : v > rows - before)
+            return fmoe_fail(FMOE_ERR_INDEX, "sizes[%" PRId64 "] is %" PRId64 ": with %" PRId64
+                             " rows before it that is more than x has, %" PRId64, e, v, before, rows);
+        g->off[e + 1] = cumulative ? v : before + v;
+    }
+    g->R = g->off[g->E];
+    order_groups(g);
+    return FMOE_OK;
+}

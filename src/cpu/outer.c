@@ -1,0 +1,176 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * outer.c - weight and bias gradients: products that contract over the rows of an expert.
+ *
+ * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64 columns of B make
+ * the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task owns 192 rows of dW, keeps
+ * the packed A for them, and walks along the columns; sums stay in registers over all rows of the expert (up to a chunk). */
+#include "cpu/cpu.h"
+
+enum { ROWS_OF_TASK = FMOE_LEFT_PANELS * FMOE_NB };
+
+/* Pack columns [n0, n0+n) of rows [row, row+kc) of expert e. */
+static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row,
+                         int64_t kc, int64_t column, int64_t n, void *panel)
+{
+    const void **pointers = s->pointers + FMOE_ROW_BLOCK;
+    const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
+    for (int64_t k = 0; k < kc; k++) pointers[k] = (const char *)fmoe_row(a, g, e, row + k) + offset;
+    if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
+    fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_rows_pairs
+                         : a->dtype == FMOE_BF16 ? cpu->k.pack_rows_bf16
+                         : a->dtype == FMOE_F16  ? cpu->k.pack_rows_f16
+                                                 : cpu->k.pack_rows_f32;
+    pack(panel, kc, 0, pointers, n);
+}
+
+/* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
+static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride, int dtype,
+                        bool accumulate)
+{
+    const int64_t element = (int64_t)fmoe_dtype_size(dtype);
+    float row[FMOE_NB];
+    for (int64_t i = 0; i < m; i++, dst += stride * element, c += FMOE_NB) {
+        const float *src = c;
+        if (accumulate) {
+            fmoe_load_row(k, dtype, row, dst, n);
+            k->axpy(row, 1.0f, c, n);
+            src = row;
+        }
+        fmoe_store_row(k, dtype, dst, src, n);
+    }
+}
+
+typedef struct outer_run {
+    const fmoe_outer_job *job;
+    fmoe_tasks tasks;
+    int64_t *ends;
+} outer_run;
+
+/* The gradient of one expert with its neighbours along K: dW itself or its transpose. */
+static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
+{
+    const fmoe_view v = fmoe_stack_at(&job->dw, e);
+    *swapped = v.sk != 1 && v.K > 1; /* then N has unit stride, or size 1 */
+    return *swapped ? (fmoe_view){.p = v.p, .N = v.K, .K = v.N, .sn = v.sk, .sk = v.sn} : v;
+}
+
+static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0)
+{
+    const fmoe_cpu_plan *cpu = job->cpu;
+    const fmoe_groups *g = job->g;
+    bool swapped;
+    const fmoe_view v = outer_view(job, e, &swapped);
+    const fmoe_rows *left = swapped ? &job->b : &job->a, *right = swapped ? &job->a : &job->b;
+    const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
+    const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, m = fmoe_min(ROWS_OF_TASK, v.N - n0);
+    const int64_t chunk = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC;
+    const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
+    fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
+    const void *a[ROWS_OF_TASK];
+    for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
+        const int64_t n = fmoe_min(FMOE_NB, v.K - k0);
+        for (int64_t r = 0; r < rows; r += chunk) {
+            const int64_t kc = fmoe_min(chunk, rows - r), padded = cpu->pairs ? kc + (kc & 1) : kc;
+            if (k0 == 0 || rows > chunk)
+                for (int64_t i = 0; i < m; i += FMOE_NB)
+                    pack_operand(cpu, s, left, g, e, row0 + r, kc, left_column + n0 + i, fmoe_min(FMOE_NB, m - i),
+                                 (char *)s->left + i / FMOE_NB * FMOE_PANEL_BYTES);
+            for (int64_t i = 0; i < m; i++) {
+                const int64_t within = i % FMOE_NB;
+                a[i] = (const char *)s->left + i / FMOE_NB * FMOE_PANEL_BYTES +
+                       (within / unit * unit * kc + within % unit) * 4;
+            }
+            pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
+            gemm(m, padded, a, unit * 4, s->panel, s->c, FMOE_NB, r == 0);
+        }
+        char *dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
+        store_block(&cpu->k, s->c, dst, m, n, v.sn, job->dw.dtype, job->accumulate);
+    }
+}
+
+/* An expert without rows: zeros, or left alone when accumulating. */
+static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0)
+{
+    bool swapped;
+    const fmoe_view v = outer_view(job, e, &swapped);
+    const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype);
+    for (int64_t n = n0; n < fmoe_min(n0 + ROWS_OF_TASK, v.N); n++)
+        memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
+}
+
+static void outer_worker(void *arg, int worker)
+{
+    outer_run *run = arg;
+    const fmoe_outer_job *job = run->job;
+    const fmoe_groups *g = job->g;
+    int64_t task, position = 0;
+    while (fmoe_claim(&run->tasks, &task)) {
+        while (task >= run->ends[position]) position++;
+        const int64_t e = g->order[position], n0 = (task - (position ? run->ends[position - 1] : 0)) * ROWS_OF_TASK;
+        if (g->off[e] < g->off[e + 1]) outer_task(job, &job->scratch[worker], e, n0);
+        else if (!job->accumulate) zero_task(job, e, n0);
+    }
+}
+
+void fmoe_multiply_outer(const fmoe_outer_job *job)
+{
+    const fmoe_groups *g = job->g;
+    outer_run run = {.job = job, .ends = g->ends};
+    int64_t n = 0;
+    for (int64_t i = 0; i < g->E; i++) {
+        bool swapped;
+        n += fmoe_ceil_div(outer_view(job, g->order[i], &swapped).N, ROWS_OF_TASK);
+        run.ends[i] = n;
+    }
+    run.tasks.n = n;
+    if (n) fmoe_parallel(job->p, outer_worker, &run);
+}
+
+/* ---- bias gradients ---- */
+
+typedef struct sums_run {
+    const fmoe_plan_impl *p;
+    const fmoe_groups *g;
+    const fmoe_rows *a;
+    const fmoe_tensor *weights, *dbias;
+    bool list, accumulate;
+    fmoe_tasks tasks;
+} sums_run;
+
+static void sums_worker(void *arg, int worker)
+{
+    (void)worker;
+    sums_run *run = arg;
+    const fmoe_kernels *k = &fmoe_cpu(run->p)->k;
+    const fmoe_groups *g = run->g;
+    int64_t e;
+    while (fmoe_claim(&run->tasks, &e)) {
+        const fmoe_tensor *t = run->list ? run->dbias + e : run->dbias;
+        const int dtype = fmoe_tensor_dtype(t);
+        const int64_t N = t->shape[run->list ? 0 : 1], element = (int64_t)fmoe_dtype_size(dtype);
+        const int64_t source = (int64_t)fmoe_dtype_size(run->a->dtype);
+        char *dst = (char *)fmoe_data(t) + (run->list ? 0 : e * fmoe_stride(t, 0)) * element;
+        if (g->off[e] == g->off[e + 1] && run->accumulate) continue;
+        for (int64_t n0 = 0; n0 < N; n0 += FMOE_NB) {
+            const int64_t n = fmoe_min(FMOE_NB, N - n0);
+            float sum[FMOE_NB] = {0}, x[FMOE_NB];
+            for (int64_t r = g->off[e]; r < g->off[e + 1]; r++) {
+                fmoe_load_row(k, run->a->dtype, x, (const char *)fmoe_row(run->a, g, e, r) + n0 * source, n);
+                const float p = run->weights
+                                    ? fmoe_get_float(fmoe_data(run->weights), fmoe_tensor_dtype(run->weights), g->slot[r])
+                                    : 1.0f;
+                k->axpy(sum, p, x, n);
+            }
+            store_block(k, sum, dst + n0 * element, 1, n, 0, dtype, run->accumulate);
+        }
+    }
+}
+
+void fmoe_column_sums(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, const fmoe_tensor *weights,
+                      const fmoe_tensor *dbias, bool list, bool accumulate)
+{
+    sums_run run = {.p = p, .g = g, .a = a, .weights = weights, .dbias = dbias, .list = list, .accumulate = accumulate};
+    run.tasks.n = g->E;
+    fmoe_parallel(p, sums_worker, &run);
+}

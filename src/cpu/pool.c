@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * pool.c - threads for the CPU backend: one pool for the process, made at the first run, grown when a plan asks for more.
+ *
+ * A job is fn(arg, worker) on up to n workers, the caller being worker 0. Jobs divide their work by an atomic counter, so a
+ * job is complete with any number of workers >= 1: threads that cannot be had are simply missed, and a job started from inside
+ * a job runs on its caller alone. Every worker computes in the default floating point environment, whatever the caller's is:
+ * the same bits with or without flush-to-zero, and the caller's state is put back. */
+#include "cpu/cpu.h"
+
+#include <errno.h>
+#include <fenv.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define MAX_THREADS 1024
+#define SPINS 4000 /* rounds of waiting for the next job before sleeping: some 20 microseconds */
+
+typedef struct pool {
+    pid_t pid;               /* the process it belongs to: threads do not survive fork() */
+    pthread_mutex_t jobs;    /* one job at a time */
+    pthread_mutex_t mutex;
+    pthread_cond_t wake, done;
+    pthread_t threads[MAX_THREADS];
+    int n_threads;
+    bool stop;
+    /* the current job */
+    _Atomic unsigned generation;
+    void (*fn)(void *, int);
+    void *arg;
+    int n_workers;
+    _Atomic int running;
+} pool;
+
+typedef struct worker_start {
+    pool *pool;
+    int index; /* worker number: 1, 2, ... */
+    unsigned generation;
+} worker_start;
+
+static pthread_mutex_t the_pool_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pool *the_pool;
+static _Thread_local bool inside_job;
+
+static inline void pause_cpu(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+void fmoe_run_worker(void (*fn)(void *, int), void *arg, int worker)
+{
+    const bool nested = inside_job;
+    fenv_t callers;
+    fegetenv(&callers);
+    fesetenv(FE_DFL_ENV);
+    inside_job = true;
+    fn(arg, worker);
+    inside_job = nested;
+    fesetenv(&callers);
+}
+
+static void *worker_main(void *p)
+{
+    const worker_start start = *(worker_start *)p;
+    pool *pl = start.pool;
+    free(p);
+    unsigned seen = start.generation;
+    for (;;) {
+        for (int i = 0; i < SPINS && atomic_load_explicit(&pl->generation, memory_order_acquire) == seen; i++) pause_cpu();
+        pthread_mutex_lock(&pl->mutex);
+        while (atomic_load(&pl->generation) == seen && !pl->stop) pthread_cond_wait(&pl->wake, &pl->mutex);
+        seen = atomic_load(&pl->generation);
+        const bool stop = pl->stop, mine = start.index < pl->n_workers;
+        void (*const fn)(void *, int) = pl->fn;
+        void *const arg = pl->arg;
+        pthread_mutex_unlock(&pl->mutex);
+        if (stop) return NULL;
+        if (!mine) continue;
+        fmoe_run_worker(fn, arg, start.index);
+        if (atomic_fetch_sub_explicit(&pl->running, 1, memory_order_acq_rel) == 1) {
+            pthread_mutex_lock(&pl->mutex);
+            pthread_cond_signal(&pl->done);
+            pthread_mutex_unlock(&pl->mutex);
+        }
+    }
+}
+
+static pool *pool_get(void)
+{
+    pthread_mutex_lock(&the_pool_mutex);
+    if (the_pool && the_pool->pid != getpid()) the_pool = NULL; /* forked: the old one is not ours to touch */
+    if (!the_pool) {
+        pool *pl = calloc(1, sizeof *pl);
+        if (pl) {
+            pl->pid = getpid();
+            pthread_mutex_init(&pl->jobs, NULL);
+            pthread_mutex_init(&pl->mutex, NULL);
+            pthread_cond_init(&pl->wake, NULL);
+            pthread_cond_init(&pl->done, NULL);
+            the_pool = pl;
+        }
+    }
+    pool *pl = the_pool;
+    pthread_mutex_unlock(&the_pool_mutex);
+    return pl;
+}
+
+/* More threads, as far as they can be had; called with the job mutex held. */
+static void pool_grow(pool *pl, int n_threads)
+{
+    sigset_t all, old;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the application's business */
+    while (pl->n_threads < n_threads && pl->n_threads < MAX_THREADS) {
+        worker_start *start = malloc(sizeof *start);
+        if (!start) break;
+        *start = (worker_start){pl, pl->n_threads + 1, atomic_load(&pl->generation)};
+        if (pthread_create(&pl->threads[pl->n_threads], NULL, worker_main, start) != 0) {
+            free(start);
+            break;
+        }
+        pl->n_threads++;
+    }
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+}
+
+void fmoe_pool_run(int n, void (*fn)(void *, int), void *arg)
+{
+    pool *pl = n > 1 && !inside_job ? pool_get() : NULL;
+    if (!pl) {
+        fmoe_run_worker(fn, arg, 0);
+        return;
+    }
+    pthread_mutex_lock(&pl->jobs);
+    pool_grow(pl, n - 1);
+    const int helpers = pl->n_threads < n - 1 ? pl->n_threads : n - 1;
+    pthread_mutex_lock(&pl->mutex);
+    pl->fn = fn;
+    pl->arg = arg;
+    pl->n_workers = helpers + 1;
+    atomic_store(&pl->running, helpers);
+    atomic_fetch_add(&pl->generation, 1);
+    pthread_cond_broadcast(&pl->wake);
+    pthread_mutex_unlock(&pl->mutex);
+    fmoe_run_worker(fn, arg, 0);
+    for (int i = 0; i < SPINS && atomic_load_explicit(&pl->running, memory_order_acquire) > 0; i++) pause_cpu();
+    pthread_mutex_lock(&pl->mutex);
+    while (atomic_load(&pl->running) > 0) pthread_cond_wait(&pl->done, &pl->mutex);
+    pthread_mutex_unlock(&pl->mutex);
+    pthread_mutex_unlock(&pl->jobs);
+}
+
+/* When the library is unloaded or the process ends: no thread may be left running code that goes away. */
+__attribute__((destructor)) static void pool_destroy(void)
+{
+    pool *pl = the_pool;
+    if (!pl || pl->pid != getpid()) return;
+    the_pool = NULL;
+    pthread_mutex_lock(&pl->mutex);
+    pl->stop = true;
+    pthread_cond_broadcast(&pl->wake);
+    pthread_mutex_unlock(&pl->mutex);
+    for (int i = 0; i < pl->n_threads; i++) pthread_join(pl->threads[i], NULL);
+    free(pl);
+}
+
+int fmoe_cpu_count(void)
+{
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
+    const long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n > 0 ? (int)n : 1;
+}

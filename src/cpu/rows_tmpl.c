@@ -1,0 +1,247 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * rows_tmpl.c - elementwise work on rows: conversions, activations and their gradients, weighted sums.
+ *
+ * Compiled once per ISA level (FMOE_ISA and the level's flags come from the build): plain loops that the compiler
+ * vectorises. Loops have no branches that depend on data, sums have a fixed order of 16 partial sums, so a level always
+ * gives the same bits. */
+#include "cpu/kernels.h"
+#include "util.h"
+
+#define CAT_(a, b) a##_##b
+#define CAT(a, b) CAT_(a, b)
+#define NAME(base) CAT(base, FMOE_ISA)
+
+/* ---- conversions ---- */
+
+void NAME(fmoe_load_bf16)(float *restrict dst, const void *restrict src, int64_t n)
+{
+    const uint16_t *s = src;
+    for (int64_t i = 0; i < n; i++) dst[i] = fmoe_bf16_to_float(s[i]);
+}
+
+void NAME(fmoe_load_f16)(float *restrict dst, const void *restrict src, int64_t n)
+{
+    const uint16_t *s = src;
+    for (int64_t i = 0; i < n; i++) dst[i] = fmoe_f16_to_float(s[i]);
+}
+
+void NAME(fmoe_store_bf16)(void *restrict dst, const float *restrict src, int64_t n)
+{
+    uint16_t *d = dst;
+    for (int64_t i = 0; i < n; i++) d[i] = fmoe_float_to_bf16(src[i]);
+}
+
+void NAME(fmoe_store_f16)(void *restrict dst, const float *restrict src, int64_t n)
+{
+    uint16_t *d = dst;
+    for (int64_t i = 0; i < n; i++) d[i] = fmoe_float_to_f16(src[i]);
+}
+
+/* ---- sums ---- */
+
+void NAME(fmoe_axpy)(float *restrict y, float s, const float *restrict x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
+}
+
+float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
+{
+    float part[16] = {0};
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) part[j] += x[i + j] * y[i + j];
+    for (int j = 0; i + j < n; j++) part[j] += x[i + j] * y[i + j];
+    for (int half = 8; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
+}
+
+/* ---- functions; NaN in gives NaN out ---- */
+
+/* exp to 1.5 ulp: x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent bits in two halves (so that
+ * results down to the smallest denormal and up to the largest number come out). */
+static inline float exp_f(float x)
+{
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -104.0f ? -104.0f : x;
+    const float shifted = x * 1.44269504f + magic;
+    const float n = shifted - magic;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    const int32_t e = (int32_t)(fmoe_float_to_bits(shifted) - 0x4b400000u);
+    const int32_t half = e >> 1;
+    return p * fmoe_bits_to_float((uint32_t)(half + 127) << 23) * fmoe_bits_to_float((uint32_t)(e - half + 127) << 23);
+}
+
+static inline float sigmoid_f(float x) { return 1.0f / (1.0f + exp_f(-x)); }
+
+/* erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z/2), z >= 0: a Chebyshev fit with relative error 1.2e-7 (Numerical Recipes, 6.2).
+ * Used as the normal distribution function: relative accuracy in the far tail too. */
+static inline float erfc_positive(float z)
+{
+    const float t = 1.0f / (1.0f + 0.5f * z);
+    float p = 0.17087277f;
+    p = p * t - 0.82215223f;
+    p = p * t + 1.48851587f;
+    p = p * t - 1.13520398f;
+    p = p * t + 0.27886807f;
+    p = p * t - 0.18628806f;
+    p = p * t + 0.09678418f;
+    p = p * t + 0.37409196f;
+    p = p * t + 1.00002368f;
+    p = p * t - 1.26551223f;
+    return t * exp_f(p - z * z);
+}
+
+static inline float normal_cdf(float x) /* P(X <= x), X standard normal */
+{
+    const float z = x * 0.707106781f, tail = 0.5f * erfc_positive(z < 0 ? -z : z);
+    return z < 0 ? tail : 1.0f - tail;
+}
+
+static inline float normal_pdf(float x) { return 0.398942280f * exp_f(-0.5f * x * x); }
+
+typedef struct value { /* f(x) and f'(x) */
+    float f, df;
+} value;
+
+static inline value silu(float x)
+{
+    const float s = sigmoid_f(x);
+    return (value){x * s, s * (1.0f + x * (1.0f - s))};
+}
+
+static inline value gelu(float x)
+{
+    const float cdf = normal_cdf(x);
+    return (value){x * cdf, cdf + x * normal_pdf(x)};
+}
+
+static inline value gelu_tanh(float x) /* 0.5 x (1 + tanh z) = x sigmoid(2z) */
+{
+    const float x2 = x * x, z = 1.59576912f * x * (1.0f + 0.044715f * x2), s = sigmoid_f(z);
+    return (value){x * s, s + x * s * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * x2)};
+}
+
+static inline value relu(float x) { return (value){x < 0 ? 0 : x, x > 0 ? 1.0f : 0.0f}; }
+static inline value relu2(float x) { const float r = x < 0 ? 0 : x; return (value){r * r, 2.0f * r}; }
+
+/* A gated activation's value and its two partial derivatives. */
+typedef struct value2 {
+    float a, dg, du;
+} value2;
+
+#define GATED(name)                                                             \
+    static inline value2 gated_##name(float g, float u, float alpha, float limit) \
+    {                                                                           \
+        (void)alpha;                                                            \
+        (void)limit;                                                            \
+        const value v = name(g);                                                \
+        return (value2){v.f * u, v.df * u, v.f};                                \
+    }
+GATED(silu)
+GATED(gelu)
+GATED(gelu_tanh)
+GATED(relu)
+
+/* Clamps pass the gradient inside and at their borders, as torch.clamp does. */
+static inline float clamp_max(float x, float limit) { return x > limit ? limit : x; }
+static inline float clamp(float x, float limit) { return x > limit ? limit : x < -limit ? -limit : x; }
+
+static inline value2 gated_clamp(float g, float u, float alpha, float limit)
+{
+    (void)alpha;
+    const value v = silu(clamp_max(g, limit));
+    const float uc = clamp(u, limit);
+    return (value2){v.f * uc, g > limit ? 0.0f : v.df * uc, u > limit || u < -limit ? 0.0f : v.f};
+}
+
+static inline value2 gated_oai(float g, float u, float alpha, float limit)
+{
+    const float gc = clamp_max(g, limit), uc = clamp(u, limit), s = sigmoid_f(alpha * gc), glu = gc * s;
+    const float dglu = s * (1.0f + alpha * gc * (1.0f - s));
+    return (value2){(uc + 1.0f) * glu, g > limit ? 0.0f : (uc + 1.0f) * dglu, u > limit || u < -limit ? 0.0f : glu};
+}
+
+static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
+{
+    (void)alpha;
+    const value v = silu(g);
+    const float fc = clamp_max(v.f, limit), uc = clamp(u, limit);
+    return (value2){fc * uc, v.f > limit ? 0.0f : v.df * uc, u > limit || u < -limit ? 0.0f : fc};
+}
+
+/* ---- activations ---- */
+
+#define FORWARD_GATED(id, fn) \
+    case id: for (int64_t i = 0; i < n; i++) a[i] = fn(g[i], u[i], alpha, limit).a; return;
+#define FORWARD_PLAIN(id, fn) \
+    case id: for (int64_t i = 0; i < n; i++) a[i] = fn(u[i]).f; return;
+
+void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u, float *restrict a,
+                            int64_t n)
+{
+    const float alpha = act->alpha, limit = act->limit;
+    switch (act->act) {
+        FORWARD_GATED(FMOE_ACT_SWIGLU, gated_silu)
+        FORWARD_GATED(FMOE_ACT_GEGLU, gated_gelu)
+        FORWARD_GATED(FMOE_ACT_GEGLU_TANH, gated_gelu_tanh)
+        FORWARD_GATED(FMOE_ACT_REGLU, gated_relu)
+        FORWARD_GATED(FMOE_ACT_SWIGLU_CLAMP, gated_clamp)
+        FORWARD_GATED(FMOE_ACT_SWIGLU_OAI, gated_oai)
+        FORWARD_GATED(FMOE_ACT_SWIGLU_CLAMP_OUT, gated_clamp_out)
+        FORWARD_PLAIN(FMOE_ACT_SILU, silu)
+        FORWARD_PLAIN(FMOE_ACT_GELU, gelu)
+        FORWARD_PLAIN(FMOE_ACT_GELU_TANH, gelu_tanh)
+        FORWARD_PLAIN(FMOE_ACT_RELU, relu)
+        FORWARD_PLAIN(FMOE_ACT_RELU2, relu2)
+    default: return;
+    }
+}
+
+#define BACKWARD_GATED(id, fn)                                  \
+    case id:                                                    \
+        for (int64_t i = 0; i < n; i++) {                       \
+            const value2 v = fn(g[i], u[i], alpha, limit);      \
+            a[i] = v.a;                                         \
+            dg[i] = da[i] * v.dg;                               \
+            du[i] = da[i] * v.du;                               \
+        }                                                       \
+        return;
+#define BACKWARD_PLAIN(id, fn)             \
+    case id:                               \
+        for (int64_t i = 0; i < n; i++) {  \
+            const value v = fn(u[i]);      \
+            a[i] = v.f;                    \
+            du[i] = da[i] * v.df;          \
+        }                                  \
+        return;
+
+void NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
+                             const float *restrict da, float *restrict dg, float *restrict du, float *restrict a, int64_t n)
+{
+    const float alpha = act->alpha, limit = act->limit;
+    switch (act->act) {
+        BACKWARD_GATED(FMOE_ACT_SWIGLU, gated_silu)
+        BACKWARD_GATED(FMOE_ACT_GEGLU, gated_gelu)
+        BACKWARD_GATED(FMOE_ACT_GEGLU_TANH, gated_gelu_tanh)
+        BACKWARD_GATED(FMOE_ACT_REGLU, gated_relu)
+        BACKWARD_GATED(FMOE_ACT_SWIGLU_CLAMP, gated_clamp)
+        BACKWARD_GATED(FMOE_ACT_SWIGLU_OAI, gated_oai)
+        BACKWARD_GATED(FMOE_ACT_SWIGLU_CLAMP_OUT, gated_clamp_out)
+        BACKWARD_PLAIN(FMOE_ACT_SILU, silu)
+        BACKWARD_PLAIN(FMOE_ACT_GELU, gelu)
+        BACKWARD_PLAIN(FMOE_ACT_GELU_TANH, gelu_tanh)
+        BACKWARD_PLAIN(FMOE_ACT_RELU, relu)
+        BACKWARD_PLAIN(FMOE_ACT_RELU2, relu2)
+    default: return;
+    }
+}

@@ -104,9 +104,11 @@ typedef struct fmoe_scratch {
     float *sums;           /* [FMOE_TOKEN_BLOCK][FMOE_NB]: output columns owned by a task */
     float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
     const void **pointers; /* [FMOE_ROW_BLOCK + FMOE_KC_PAIRS] */
+    const void **lines;    /* [FMOE_LINES]: cache lines of the next chunk */
 } fmoe_scratch;
 
-enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3 };
+enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3,
+       FMOE_LINES = 2 * FMOE_KC_PAIRS + FMOE_NB };
 
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p); /* s: one per worker, threads of them */
 

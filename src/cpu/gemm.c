@@ -57,6 +57,7 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p)
         one.panel = fmoe_carve_take(c, FMOE_PANEL_BYTES, 1);
         one.c = fmoe_carve_take(c, FMOE_ROW_BLOCK * FMOE_NB, sizeof(float));
         one.pointers = fmoe_carve_take(c, FMOE_ROW_BLOCK + FMOE_KC_PAIRS, sizeof(void *));
+        one.lines = fmoe_carve_take(c, FMOE_LINES, sizeof(void *));
         /* A weight gradient needs `left`, the other two products `sums` and `widened`: one memory for both. */
         const int64_t sums = FMOE_TOKEN_BLOCK * FMOE_NB, widened = FMOE_WIDEN_ROWS * FMOE_KC;
         const int64_t left = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)sizeof(float);
@@ -96,23 +97,49 @@ static void pack_view(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_view
 
 static int64_t chunk_of(const fmoe_cpu_plan *cpu) { return cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC; }
 
-/* s->c[rows][64] (+)= A . W^T for the rows whose pointers stand in s->pointers; A starts a_column elements into each row. The
- * views share K. */
-static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int64_t a_column, int64_t rows, const fmoe_view *v,
-                     int n_v, int w_dtype, int64_t n0, int64_t n, bool first)
+/* One block of columns of one or two matrices, which share N and K: what a task multiplies by. */
+typedef struct columns {
+    fmoe_view v[2];
+    int n_v, dtype;
+    int64_t n0, n; /* columns [n0, n0+n) of each */
+} columns;
+
+/* The cache lines that chunk k0 of these columns lies in, for the product before it to fetch. */
+static fmoe_fetch chunk_lines(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, const columns *w, int64_t k0)
 {
-    const int64_t K = v->K, chunk = chunk_of(cpu), element = (int64_t)fmoe_dtype_size(a_dtype);
-    const int64_t width = FMOE_NB / n_v;
+    const int64_t element = (int64_t)fmoe_dtype_size(w->dtype);
+    int64_t n_lines = 0;
+    for (int i = 0; i < w->n_v && k0 < w->v[i].K; i++) {
+        const fmoe_view *v = &w->v[i];
+        const int64_t kc = fmoe_min(chunk_of(cpu), v->K - k0);
+        const bool cols = v->sk == 1;
+        const int64_t runs = cols ? w->n : kc, bytes = (cols ? kc : w->n) * element, step = (cols ? v->sn : v->sk) * element;
+        const char *base = v->p + (w->n0 * v->sn + k0 * v->sk) * element;
+        for (int64_t r = 0; r < runs; r++)
+            for (int64_t b = 0; b < bytes && n_lines < FMOE_LINES; b += 64) s->lines[n_lines++] = base + r * step + b;
+    }
+    return (fmoe_fetch){s->lines, s->lines + n_lines};
+}
+
+/* s->c[rows][64] (+)= A . W^T for the rows whose pointers stand in s->pointers; A starts a_column elements into each row. Meanwhile
+ * the next chunk is fetched: of these columns, or, with the last one, the first of `after` (NULL: none). */
+static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int64_t a_column, int64_t rows, const columns *w,
+                     bool first, const columns *after)
+{
+    const int64_t K = w->v[0].K, chunk = chunk_of(cpu), element = (int64_t)fmoe_dtype_size(a_dtype), width = FMOE_NB / w->n_v;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const void *a[FMOE_ROW_BLOCK];
     for (int64_t k0 = 0; k0 < K; k0 += chunk) {
         const int64_t kc = fmoe_min(chunk, K - k0), offset = (a_column + k0) * element;
         const int start = first && k0 == 0;
-        if (n < width) memset(s->panel, 0, fmoe_panel_bytes(cpu, kc));
-        for (int i = 0; i < n_v; i++) pack_view(cpu, s, &v[i], w_dtype, n0, n, k0, kc, i * width);
+        if (w->n < width) memset(s->panel, 0, fmoe_panel_bytes(cpu, kc));
+        for (int i = 0; i < w->n_v; i++) pack_view(cpu, s, &w->v[i], w->dtype, w->n0, w->n, k0, kc, i * width);
+        fmoe_fetch next = {0};
+        if (k0 + chunk < K) next = chunk_lines(cpu, s, w, k0 + chunk);
+        else if (after) next = chunk_lines(cpu, s, after, 0);
         if (a_dtype == cpu->work_type) {
             for (int64_t i = 0; i < rows; i++) a[i] = (const char *)s->pointers[i] + offset;
-            gemm(rows, kc, a, 4, s->panel, s->c, FMOE_NB, start);
+            gemm(rows, kc, a, 4, s->panel, s->c, FMOE_NB, start, &next);
             continue;
         }
         for (int64_t r = 0; r < rows; r += FMOE_WIDEN_ROWS) {
@@ -122,7 +149,7 @@ static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int
                 fmoe_load_row(&cpu->k, a_dtype, wide, (const char *)s->pointers[r + i] + offset, kc);
                 a[i] = wide;
             }
-            gemm(nr, kc, a, 4, s->panel, s->c + r * FMOE_NB, FMOE_NB, start);
+            gemm(nr, kc, a, 4, s->panel, s->c + r * FMOE_NB, FMOE_NB, start, &next);
         }
     }
     if (K == 0 && first) memset(s->c, 0, (size_t)(rows * FMOE_NB) * sizeof *s->c);
@@ -138,27 +165,43 @@ typedef struct in_run {
 
 static int64_t in_columns(const fmoe_in_job *job, int64_t e) { return fmoe_stack_at(&job->w[0], e).N; }
 
+/* What a task number stands for; *position moves along the order of groups with the claims, which only grow. */
+typedef struct in_task {
+    int64_t e, row, rows;
+    columns w;
+} in_task;
+
+static in_task in_task_of(const in_run *run, int64_t task, int64_t *position)
+{
+    const fmoe_in_job *job = run->job;
+    const fmoe_groups *g = job->g;
+    while (task >= run->ends[*position]) ++*position;
+    in_task t = {.e = g->order[*position]};
+    const int64_t index = task - (*position ? run->ends[*position - 1] : 0), width = FMOE_NB / job->n_w;
+    const int64_t blocks = fmoe_ceil_div(in_columns(job, t.e), width);
+    t.row = g->off[t.e] + index / blocks * FMOE_ROW_BLOCK;
+    t.rows = fmoe_min(FMOE_ROW_BLOCK, g->off[t.e + 1] - t.row);
+    t.w = (columns){.n_v = job->n_w, .dtype = job->w[0].dtype, .n0 = index % blocks * width};
+    for (int i = 0; i < job->n_w; i++) t.w.v[i] = fmoe_stack_at(&job->w[i], t.e);
+    t.w.n = fmoe_min(width, t.w.v[0].N - t.w.n0);
+    return t;
+}
+
 static void in_worker(void *arg, int worker)
 {
     in_run *run = arg;
     const fmoe_in_job *job = run->job;
-    const fmoe_groups *g = job->g;
-    const fmoe_cpu_plan *cpu = job->cpu;
     fmoe_scratch *s = &job->scratch[worker];
-    const int64_t width = FMOE_NB / job->n_w;
     int64_t task, position = 0;
-    while (fmoe_claim(&run->tasks, &task)) {
-        while (task >= run->ends[position]) position++; /* claims only grow */
-        const int64_t e = g->order[position], index = task - (position ? run->ends[position - 1] : 0);
-        const int64_t blocks = fmoe_ceil_div(in_columns(job, e), width);
-        const int64_t n0 = index % blocks * width, row = g->off[e] + index / blocks * FMOE_ROW_BLOCK;
-        const int64_t rows = fmoe_min(FMOE_ROW_BLOCK, g->off[e + 1] - row);
-        fmoe_view v[2];
-        for (int i = 0; i < job->n_w; i++) v[i] = fmoe_stack_at(&job->w[i], e);
-        const int64_t n = fmoe_min(width, v[0].N - n0);
-        for (int64_t i = 0; i < rows; i++) s->pointers[i] = fmoe_row(&job->a, g, e, row + i);
-        multiply(cpu, s, job->a.dtype, 0, rows, v, job->n_w, job->w[0].dtype, n0, n, true);
-        job->finish(job->ctx, e, row, rows, n0, n, s->c);
+    if (!fmoe_claim(&run->tasks, &task)) return;
+    in_task t = in_task_of(run, task, &position);
+    for (bool more = true; more;) { /* one task is claimed ahead, so that its weights can be fetched */
+        more = fmoe_claim(&run->tasks, &task);
+        const in_task next = more ? in_task_of(run, task, &position) : t;
+        for (int64_t i = 0; i < t.rows; i++) s->pointers[i] = fmoe_row(&job->a, job->g, t.e, t.row + i);
+        multiply(job->cpu, s, job->a.dtype, 0, t.rows, &t.w, true, more ? &next.w : NULL);
+        job->finish(job->ctx, t.e, t.row, t.rows, t.w.n0, t.w.n, s->c);
+        t = next;
     }
 }
 
@@ -197,17 +240,33 @@ static int64_t first_row(const fmoe_groups *g, int64_t e, int64_t t)
     return lo;
 }
 
+/* The first expert from e on that has rows of tokens [t0, t1). */
+static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1)
+{
+    while (e < g->E && first_row(g, e, t0) == first_row(g, e, t1)) e++;
+    return e;
+}
+
+static columns out_columns(const fmoe_out_job *job, int64_t e, int half, int64_t n0, int64_t n)
+{
+    return (columns){.v = {fmoe_stack_at(&job->w[half], e)}, .n_v = 1, .dtype = job->w[half].dtype, .n0 = n0, .n = n};
+}
+
+/* The rows [row, row+rows) of expert e, added to the sums of their tokens; `after` is what comes next, to be fetched. */
 static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n,
-                     int64_t t0)
+                     int64_t t0, const columns *after)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
     int64_t column = 0;
     for (int64_t i = 0; i < rows; i++) s->pointers[i] = fmoe_row(&job->a, g, e, row + i);
     for (int i = 0; i < job->n_w; i++) {
-        const fmoe_view v = fmoe_stack_at(&job->w[i], e);
-        multiply(cpu, s, job->a.dtype, column, rows, &v, 1, job->w[i].dtype, n0, n, i == 0);
-        column += v.K;
+        const columns w = out_columns(job, e, i, n0, n);
+        columns half;
+        const bool last = i == job->n_w - 1;
+        if (!last) half = out_columns(job, e, i + 1, n0, n);
+        multiply(cpu, s, job->a.dtype, column, rows, &w, i == 0, last ? after : &half);
+        column += w.v[0].K;
     }
     float bias[FMOE_NB];
     if (job->bias) {
@@ -240,11 +299,13 @@ static void out_worker(void *arg, int worker)
         const int64_t n0 = task % run->blocks * FMOE_NB, n = fmoe_min(FMOE_NB, N - n0);
         const int64_t t0 = task / run->blocks * run->tokens, t1 = fmoe_min(T, t0 + run->tokens);
         memset(s->sums, 0, (size_t)((t1 - t0) * FMOE_NB) * sizeof *s->sums);
-        for (int64_t e = 0; e < g->E; e++) {
-            if (g->off[e] == g->off[e + 1]) continue;
-            const int64_t end = first_row(g, e, t1);
+        for (int64_t e = next_expert(g, 0, t0, t1); e < g->E;) {
+            const int64_t end = first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
+            columns after;
+            if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
             for (int64_t row = first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
-                out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0);
+                out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
+            e = e_next;
         }
         for (int64_t t = t0; t < t1; t++) {
             char *dst = (char *)fmoe_data(out) + (t * stride + n0) * element;

@@ -11,18 +11,20 @@
 enum { NR = 16 };
 
 static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const float *b, float *c, int64_t ldc, int first)
+                                                       const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_fetch *next, int64_t fetches)
 {
     __m256 acc[FMOE_MR][2];
     const char *row[FMOE_MR];
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
         row[i] = a[i];
-        acc[i][0] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(c + i * ldc);
-        acc[i][1] = first ? _mm256_setzero_ps() : _mm256_loadu_ps(c + i * ldc + 8);
+        acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     }
     int64_t offset = 0;
+    const void *const *line = next->line, *const *fetch_end = line + fetches;
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
+        if (line < fetch_end) _mm_prefetch(*line++, _MM_HINT_T1);
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -31,32 +33,24 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
             acc[i][1] = _mm256_fmadd_ps(ai, b1, acc[i][1]);
         }
     }
+    next->line = line;
 #pragma GCC unroll 6
-    for (int i = 0; i < mr; i++) {
-        _mm256_storeu_ps(c + i * ldc, acc[i][0]);
-        _mm256_storeu_ps(c + i * ldc + 8, acc[i][1]);
-    }
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            float *to = c + i * ldc + 8 * j;
+            _mm256_storeu_ps(to, first ? acc[i][j] : _mm256_add_ps(_mm256_loadu_ps(to), acc[i][j]));
+        }
 }
 
+#define PANEL float
+#include "cpu/tiles.h"
+
 void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
-                        int first)
+                        int first, fmoe_fetch *next)
 {
-    for (int strip = 0; strip < FMOE_NB / NR; strip++) {
-        const float *b = (const float *)panel + strip * kc * NR;
-        float *cs = c + strip * NR;
-        for (int64_t done = 0, tiles = fmoe_ceil_div(rows, FMOE_MR); tiles > 0; tiles--) {
-            const int64_t mr = fmoe_ceil_div(rows - done, tiles);
-            switch (mr) {
-            case 1: tile(1, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            case 2: tile(2, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            case 3: tile(3, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            case 4: tile(4, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            case 5: tile(5, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            default: tile(6, kc, a + done, a_step, b, cs + done * ldc, ldc, first); break;
-            }
-            done += mr;
-        }
-    }
+    for (int strip = 0; strip < FMOE_NB / NR; strip++)
+        run_tiles(rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, next);
 }
 
 /* ---- packing: a loader per storage type, 8 elements ---- */

@@ -6,12 +6,13 @@
  * streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
 #include <immintrin.h>
 
-#include "cpu/transpose_avx512.h"
+#include "cpu/pack_avx512.h"
 #include "cpu/kernels.h"
 #include "util.h"
 
 static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const float *b, float *c, int64_t ldc, int first)
+                                                       const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_fetch *next, int64_t fetches)
 {
     __m512 acc[FMOE_MR][4];
     const char *row[FMOE_MR];
@@ -19,10 +20,12 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
     for (int i = 0; i < mr; i++) {
         row[i] = a[i];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * ldc + 16 * j);
+        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     }
     int64_t offset = 0;
+    const void *const *line = next->line, *const *fetch_end = line + fetches;
     for (int64_t k = 0; k < kc; k++, b += FMOE_NB, offset += a_step) {
+        if (line < fetch_end) _mm_prefetch(*line++, _MM_HINT_T1);
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
                      b3 = _mm512_loadu_ps(b + 48);
 #pragma GCC unroll 6
@@ -34,32 +37,26 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
             acc[i][3] = _mm512_fmadd_ps(ai, b3, acc[i][3]);
         }
     }
+    next->line = line;
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, acc[i][j]);
+        for (int j = 0; j < 4; j++) {
+            float *to = c + i * ldc + 16 * j;
+            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
+        }
 }
 
+#define PANEL float
+#include "cpu/tiles.h"
+
 void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first)
+                          int64_t ldc, int first, fmoe_fetch *next)
 {
-    for (int64_t done = 0, tiles = fmoe_ceil_div(rows, FMOE_MR); tiles > 0; tiles--) {
-        const int64_t mr = fmoe_ceil_div(rows - done, tiles);
-        switch (mr) {
-        case 1: tile(1, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 2: tile(2, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 3: tile(3, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 4: tile(4, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 5: tile(5, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        default: tile(6, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        }
-        done += mr;
-    }
+    run_tiles(rows, kc, a, a_step, panel, c, ldc, first, next);
 }
 
 /* ---- packing: one loader per storage type, 16 elements or the first n of them ---- */
-
-static inline __mmask16 first_n(int64_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << (n < 0 ? 0 : n)) - 1u); }
 
 static inline __m512 load16_f32(const void *p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
 
@@ -75,6 +72,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
     {                                                                                                              \
         for (int64_t k = 0; k < kc; k++) {                                                                         \
             float *dst = (float *)panel + k * FMOE_NB + col;                                                       \
+            if (k + PACK_AHEAD < kc) fetch_row(rows[k + PACK_AHEAD], n * element_bytes);                           \
             for (int64_t j = 0; j < n; j += 16) {                                                                  \
                 const __mmask16 m = first_n(n - j);                                                                \
                 _mm512_mask_storeu_ps(dst + j, m, load16_##type((const char *)rows[k] + j * element_bytes, m));    \
@@ -90,6 +88,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
                 __m512 r[16];                                                                                      \
                 _Pragma("GCC unroll 16") for (int j = 0; j < 16; j++) r[j] =                                       \
                     j < nj ? load16_##type((const char *)cols[j0 + j] + k0 * element_bytes, m) : _mm512_setzero_ps(); \
+                fetch_cols(cols, j0, n, k0 * element_bytes, kc * element_bytes);                                   \
                 transpose16(r);                                                                                    \
                 float *dst = (float *)panel + k0 * FMOE_NB + col + j0;                                             \
                 const int64_t nk = fmoe_min(16, kc - k0);                                                          \

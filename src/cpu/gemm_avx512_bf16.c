@@ -5,7 +5,7 @@
  * The instruction treats denormals as zero and rounds to nearest even whatever MXCSR says; see docs/numerics.md. */
 #include <immintrin.h>
 
-#include "cpu/transpose_avx512.h"
+#include "cpu/pack_avx512.h"
 #include "cpu/kernels.h"
 #include "util.h"
 
@@ -29,7 +29,8 @@ static inline uint32_t load_single(const char *p)
 }
 
 static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const uint32_t *b, float *c, int64_t ldc, int first)
+                                                       const uint32_t *b, float *c, int64_t ldc, int first,
+                                                       fmoe_fetch *next, int64_t fetches)
 {
     __m512 acc[FMOE_MR][4];
     const char *row[FMOE_MR];
@@ -37,10 +38,12 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
     for (int i = 0; i < mr; i++) {
         row[i] = a[i];
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(c + i * ldc + 16 * j);
+        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     }
     int64_t offset = 0;
+    const void *const *line = next->line, *const *fetch_end = line + fetches;
     for (int64_t k = 0; k < kc / 2; k++, b += FMOE_NB, offset += a_step) {
+        if (line < fetch_end) _mm_prefetch(*line++, _MM_HINT_T1);
         const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
                       b3 = _mm512_loadu_si512(b + 48);
 #pragma GCC unroll 6
@@ -52,6 +55,7 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
             acc[i][3] = dot_pairs(acc[i][3], ai, b3);
         }
     }
+    next->line = line;
     if (kc & 1) {
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -63,38 +67,39 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, acc[i][j]);
+        for (int j = 0; j < 4; j++) {
+            float *to = c + i * ldc + 16 * j;
+            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
+        }
 }
+
+#define PANEL uint32_t
+#include "cpu/tiles.h"
 
 void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                                int64_t ldc, int first)
+                          int64_t ldc, int first, fmoe_fetch *next)
 {
-    for (int64_t done = 0, tiles = fmoe_ceil_div(rows, FMOE_MR); tiles > 0; tiles--) {
-        const int64_t mr = fmoe_ceil_div(rows - done, tiles);
-        switch (mr) {
-        case 1: tile(1, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 2: tile(2, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 3: tile(3, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 4: tile(4, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        case 5: tile(5, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        default: tile(6, kc, a + done, a_step, panel, c + done * ldc, ldc, first); break;
-        }
-        done += mr;
-    }
+    run_tiles(rows, kc, a, a_step, panel, c, ldc, first, next);
 }
 
-/* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. */
+/* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache lines, and
+ * the next row of a weight matrix a page away: no hardware prefetcher follows that, so fetch ahead by hand. */
 void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
 {
+    const __m512i word = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
+                                          35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i upper = _mm512_add_epi16(word, _mm512_set1_epi16(16));
     for (int64_t k = 0; k < kc; k += 2) {
         uint32_t *dst = (uint32_t *)panel + k / 2 * FMOE_NB + col;
         const uint16_t *even = rows[k], *odd = k + 1 < kc ? rows[k + 1] : NULL;
-        for (int64_t j = 0; j < n; j += 16) {
-            const int64_t nj = fmoe_min(16, n - j);
-            const __mmask16 m = (__mmask16)((1u << nj) - 1u);
-            const __m512i lo = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, even + j));
-            const __m512i hi = odd ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, odd + j)) : _mm512_setzero_si512();
-            _mm512_mask_storeu_epi32(dst + j, m, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+        for (int64_t ahead = k + PACK_AHEAD; ahead < fmoe_min(kc, k + PACK_AHEAD + 2); ahead++) fetch_row(rows[ahead], 2 * n);
+        for (int64_t j = 0; j < n; j += 32) {
+            const int64_t nj = fmoe_min(32, n - j);
+            const __mmask32 m = nj == 32 ? 0xffffffffu : (1u << nj) - 1u;
+            const __m512i lo = _mm512_maskz_loadu_epi16(m, even + j);
+            const __m512i hi = odd ? _mm512_maskz_loadu_epi16(m, odd + j) : _mm512_setzero_si512();
+            _mm512_mask_storeu_epi32(dst + j, first_n(nj), _mm512_permutex2var_epi16(lo, word, hi));
+            if (nj > 16) _mm512_mask_storeu_epi32(dst + j + 16, first_n(nj - 16), _mm512_permutex2var_epi16(lo, upper, hi));
         }
     }
 }
@@ -104,7 +109,7 @@ void fmoe_pack_cols_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
 {
     for (int64_t j0 = 0; j0 < n; j0 += 16) {
         const int64_t nj = fmoe_min(16, n - j0);
-        const __mmask16 mj = (__mmask16)((1u << nj) - 1u);
+        const __mmask16 mj = first_n(nj);
         for (int64_t k0 = 0; k0 < kc; k0 += 32) {
             const int64_t nk = fmoe_min(32, kc - k0), units = (nk + 1) / 2;
             const __mmask32 m = nk == 32 ? 0xffffffffu : (1u << nk) - 1u;
@@ -113,6 +118,7 @@ void fmoe_pack_cols_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
             for (int j = 0; j < 16; j++)
                 r[j] = j < nj ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(m, (const uint16_t *)cols[j0 + j] + k0))
                               : _mm512_setzero_ps();
+            fetch_cols(cols, j0, n, k0 * 2, kc * 2);
             transpose16(r);
             uint32_t *dst = (uint32_t *)panel + k0 / 2 * FMOE_NB + col + j0;
             if (units == 16) {

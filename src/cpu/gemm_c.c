@@ -11,21 +11,20 @@ enum { NR = 16, MR = 2 };
 static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step, const float *restrict b, float *c,
                         int64_t ldc, int first)
 {
-    float acc[MR][NR];
-    for (int i = 0; i < mr; i++)
-        for (int j = 0; j < NR; j++) acc[i][j] = first ? 0.0f : c[i * ldc + j];
+    float acc[MR][NR] = {{0}};
     for (int64_t k = 0; k < kc; k++, b += NR)
         for (int i = 0; i < mr; i++) {
             const float ai = *(const float *)(const void *)((const char *)a[i] + k * a_step);
             for (int j = 0; j < NR; j++) acc[i][j] += ai * b[j];
         }
     for (int i = 0; i < mr; i++)
-        for (int j = 0; j < NR; j++) c[i * ldc + j] = acc[i][j];
+        for (int j = 0; j < NR; j++) c[i * ldc + j] = first ? acc[i][j] : c[i * ldc + j] + acc[i][j];
 }
 
 void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
-                     int first)
+                     int first, fmoe_fetch *next)
 {
+    next->line = next->end; /* fetching by hand pays only beside wide vectors */
     for (int strip = 0; strip < FMOE_NB / NR; strip++) {
         const float *b = (const float *)panel + strip * kc * NR;
         int64_t i = 0;

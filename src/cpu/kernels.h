@@ -10,8 +10,8 @@
  *   A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16, the panel's
  *   row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes).
  *
- * The sum over k runs from first to last for every element, whatever the number of rows: that is what makes results
- * independent of the batch and of the number of threads. */
+ * The sum over k runs chunk by chunk, from first to last, for every element, whatever the number of rows: that is what makes
+ * results independent of the batch and of the number of threads. */
 #ifndef FMOE_CPU_KERNELS_H
 #define FMOE_CPU_KERNELS_H
 
@@ -25,10 +25,17 @@ enum {
     FMOE_PANEL_BYTES = FMOE_KC * FMOE_NB * 4
 };
 
-/* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. An odd kc in the pairs form
- * reads the last A element alone (nothing past the row's end is touched). */
+/* Cache lines that the next chunk will need: a product fetches them bit by bit while it multiplies, so that memory and
+ * arithmetic run side by side. It takes from the front. */
+typedef struct fmoe_fetch {
+    const void *const *line, *const *end;
+} fmoe_fetch;
+
+/* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. The chunk is summed from zero and
+ * then added: rounding errors grow with the chunk, not with K. An odd kc in the pairs form reads the last A element alone
+ * (nothing past the row's end is touched). */
 typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first);
+                          int64_t ldc, int first, fmoe_fetch *next);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours in k. */
@@ -47,6 +54,10 @@ typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, con
 /* Given da = dL/da: dg, du and a itself. Ungated: du only, dg is not touched. */
 typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da, float *dg,
                                   float *du, float *a, int64_t n);
+
+/* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. Whole cache lines bypass the cache: a
+ * weight gradient is written once and not read soon. */
+typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n);
 
 typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n);      /* y += s * x */
 typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);         /* fixed order of 16 partial sums */

@@ -3,11 +3,22 @@
  * outer.c - weight and bias gradients: products that contract over the rows of an expert.
  *
  * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64 columns of B make
- * the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task owns 192 rows of dW, keeps
- * the packed A for them, and walks along the columns; sums stay in registers over all rows of the expert (up to a chunk). */
+ * the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task owns up to 512 rows of dW, keeps
+ * the packed A for them (384 KiB at most), and walks along the columns; sums stay in registers over all rows of the expert, up to a
+ * chunk. */
 #include "cpu/cpu.h"
 
-enum { ROWS_OF_TASK = FMOE_LEFT_PANELS * FMOE_NB };
+/* Rows of dW in one task: as many as the packed A of this many rows has room for. Each task packs all of B again, so more is
+ * better, down to a few tasks a thread. */
+static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
+{
+    const fmoe_groups *g = job->g;
+    const int64_t chunk = job->cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC, rows = fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e]));
+    const int64_t fit = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(job->cpu, rows) * FMOE_NB;
+    const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
+    const int64_t want = fmoe_min(fmoe_min(fit, FMOE_ROW_BLOCK), fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
+    return fmoe_ceil_div(fmoe_ceil_div(N, fmoe_ceil_div(N, want)), FMOE_NB) * FMOE_NB; /* equal tasks, whole panels */
+}
 
 /* Pack columns [n0, n0+n) of rows [row, row+kc) of expert e. */
 static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row,
@@ -28,16 +39,18 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
 static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride, int dtype,
                         bool accumulate)
 {
-    const int64_t element = (int64_t)fmoe_dtype_size(dtype);
+    if (!accumulate) {
+        fmoe_store_block_fn *store = dtype == FMOE_BF16  ? k->store_block_bf16
+                                     : dtype == FMOE_F16 ? k->store_block_f16
+                                                         : k->store_block_f32;
+        store(dst, stride, c, m, n);
+        return;
+    }
     float row[FMOE_NB];
-    for (int64_t i = 0; i < m; i++, dst += stride * element, c += FMOE_NB) {
-        const float *src = c;
-        if (accumulate) {
-            fmoe_load_row(k, dtype, row, dst, n);
-            k->axpy(row, 1.0f, c, n);
-            src = row;
-        }
-        fmoe_store_row(k, dtype, dst, src, n);
+    for (int64_t i = 0; i < m; i++, dst += stride * (int64_t)fmoe_dtype_size(dtype), c += FMOE_NB) {
+        fmoe_load_row(k, dtype, row, dst, n);
+        k->axpy(row, 1.0f, c, n);
+        fmoe_store_row(k, dtype, dst, row, n);
     }
 }
 
@@ -55,7 +68,7 @@ static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
     return *swapped ? (fmoe_view){.p = v.p, .N = v.K, .K = v.N, .sn = v.sk, .sk = v.sn} : v;
 }
 
-static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0)
+static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
@@ -63,11 +76,13 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     const fmoe_view v = outer_view(job, e, &swapped);
     const fmoe_rows *left = swapped ? &job->b : &job->a, *right = swapped ? &job->a : &job->b;
     const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
-    const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, m = fmoe_min(ROWS_OF_TASK, v.N - n0);
+    const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0;
     const int64_t chunk = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC;
     const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
-    const void *a[ROWS_OF_TASK];
+    const void *a[FMOE_ROW_BLOCK];
+    fmoe_fetch nothing = {0};
+    const int64_t panel_bytes = (int64_t)fmoe_panel_bytes(cpu, fmoe_min(chunk, rows));
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, v.K - k0);
         for (int64_t r = 0; r < rows; r += chunk) {
@@ -75,14 +90,14 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
             if (k0 == 0 || rows > chunk)
                 for (int64_t i = 0; i < m; i += FMOE_NB)
                     pack_operand(cpu, s, left, g, e, row0 + r, kc, left_column + n0 + i, fmoe_min(FMOE_NB, m - i),
-                                 (char *)s->left + i / FMOE_NB * FMOE_PANEL_BYTES);
+                                 (char *)s->left + i / FMOE_NB * panel_bytes);
             for (int64_t i = 0; i < m; i++) {
                 const int64_t within = i % FMOE_NB;
-                a[i] = (const char *)s->left + i / FMOE_NB * FMOE_PANEL_BYTES +
+                a[i] = (const char *)s->left + i / FMOE_NB * panel_bytes +
                        (within / unit * unit * kc + within % unit) * 4;
             }
             pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
-            gemm(m, padded, a, unit * 4, s->panel, s->c, FMOE_NB, r == 0);
+            gemm(m, padded, a, unit * 4, s->panel, s->c, FMOE_NB, r == 0, &nothing);
         }
         char *dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
         store_block(&cpu->k, s->c, dst, m, n, v.sn, job->dw.dtype, job->accumulate);
@@ -90,12 +105,12 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
 }
 
 /* An expert without rows: zeros, or left alone when accumulating. */
-static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0)
+static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t m)
 {
     bool swapped;
     const fmoe_view v = outer_view(job, e, &swapped);
     const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype);
-    for (int64_t n = n0; n < fmoe_min(n0 + ROWS_OF_TASK, v.N); n++)
+    for (int64_t n = n0; n < n0 + m; n++)
         memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
 }
 
@@ -107,9 +122,11 @@ static void outer_worker(void *arg, int worker)
     int64_t task, position = 0;
     while (fmoe_claim(&run->tasks, &task)) {
         while (task >= run->ends[position]) position++;
-        const int64_t e = g->order[position], n0 = (task - (position ? run->ends[position - 1] : 0)) * ROWS_OF_TASK;
-        if (g->off[e] < g->off[e + 1]) outer_task(job, &job->scratch[worker], e, n0);
-        else if (!job->accumulate) zero_task(job, e, n0);
+        bool swapped;
+        const int64_t e = g->order[position], N = outer_view(job, e, &swapped).N, rows = task_rows(job, e, N);
+        const int64_t n0 = (task - (position ? run->ends[position - 1] : 0)) * rows, m = fmoe_min(rows, N - n0);
+        if (g->off[e] < g->off[e + 1]) outer_task(job, &job->scratch[worker], e, n0, m);
+        else if (!job->accumulate) zero_task(job, e, n0, m);
     }
 }
 
@@ -120,7 +137,8 @@ void fmoe_multiply_outer(const fmoe_outer_job *job)
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         bool swapped;
-        n += fmoe_ceil_div(outer_view(job, g->order[i], &swapped).N, ROWS_OF_TASK);
+        const int64_t e = g->order[i], N = outer_view(job, e, &swapped).N;
+        n += fmoe_ceil_div(N, task_rows(job, e, N));
         run.ends[i] = n;
     }
     run.tasks.n = n;

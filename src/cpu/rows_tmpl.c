@@ -38,6 +38,47 @@ void NAME(fmoe_store_f16)(void *restrict dst, const float *restrict src, int64_t
     for (int64_t i = 0; i < n; i++) d[i] = fmoe_float_to_f16(src[i]);
 }
 
+/* ---- blocks of a weight gradient ---- */
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+/* n bytes from a staging row to memory, past the cache; dst is 64-byte aligned and n a multiple of 64. */
+static inline void stream_out(void *dst, const void *src, size_t n)
+{
+#if defined(__AVX512F__)
+    for (size_t i = 0; i < n; i += 64) _mm512_stream_si512((void *)((char *)dst + i), _mm512_loadu_si512((const char *)src + i));
+#else
+    for (size_t i = 0; i < n; i += 32)
+        _mm256_stream_si256((void *)((char *)dst + i), _mm256_loadu_si256((const void *)((const char *)src + i)));
+#endif
+}
+static inline void stream_end(void) { _mm_sfence(); }
+#else
+static inline void stream_out(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
+static inline void stream_end(void) {}
+#endif
+
+static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, src, (size_t)n * sizeof *src); }
+
+#define STORE_BLOCK(type, convert, bytes)                                                                         \
+    void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n)           \
+    {                                                                                                             \
+        char *to = dst;                                                                                           \
+        const bool whole = n == FMOE_NB && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                  \
+        for (int64_t i = 0; i < m; i++, to += stride * bytes, c += FMOE_NB)                                       \
+            if (whole) {                                                                                          \
+                _Alignas(64) char row[FMOE_NB * bytes];                                                           \
+                convert(row, c, FMOE_NB);                                                                         \
+                stream_out(to, row, sizeof row);                                                                  \
+            } else {                                                                                              \
+                convert(to, c, n);                                                                                \
+            }                                                                                                     \
+        stream_end();                                                                                             \
+    }
+STORE_BLOCK(f32, to_f32, 4)
+STORE_BLOCK(bf16, NAME(fmoe_store_bf16), 2)
+STORE_BLOCK(f16, NAME(fmoe_store_f16), 2)
+
 /* ---- sums ---- */
 
 void NAME(fmoe_axpy)(float *restrict y, float s, const float *restrict x, int64_t n)

@@ -1,9 +1,36 @@
 /* SPDX-License-Identifier: Apache-2.0
- * transpose_avx512.h - a 16 x 16 block of 32-bit units, in registers: 64 shuffles. */
-#ifndef FMOE_TRANSPOSE_AVX512_H
-#define FMOE_TRANSPOSE_AVX512_H
+ * pack_avx512.h - what both AVX-512 levels pack panels with: a 16 x 16 transposition of 32-bit units, masks, prefetching. */
+#ifndef FMOE_PACK_AVX512_H
+#define FMOE_PACK_AVX512_H
 
 #include <immintrin.h>
+#include <stdint.h>
+
+enum {
+    PACK_AHEAD = 12,       /* rows to fetch ahead while packing rows */
+    PACK_AHEAD_BYTES = 512 /* bytes to fetch ahead while packing columns */
+};
+
+static inline __mmask16 first_n(int64_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
+
+static inline void fetch_row(const void *row, int64_t bytes)
+{
+    for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T0);
+}
+
+/* Sixteen columns are read side by side, 64 bytes each at a time: fetch what comes PACK_AHEAD_BYTES later, which near the end of the
+ * chunk is the start of the next sixteen. */
+static inline __attribute__((always_inline)) void fetch_cols(const void *const *cols, int64_t j0, int64_t n, int64_t at, int64_t bytes)
+{
+    int64_t ahead = at + PACK_AHEAD_BYTES;
+    if (ahead >= bytes) {
+        ahead -= bytes;
+        j0 += 16;
+    }
+    if (j0 + 16 > n || ahead >= bytes) return;
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) _mm_prefetch((const char *)cols[j0 + j] + ahead, _MM_HINT_T0);
+}
 
 /* Four rounds, exchanging 1, 2, 4 and 8 units between rows that far apart. */
 static inline __attribute__((always_inline)) void transpose16(__m512 r[16])

@@ -238,8 +238,9 @@ typedef struct fmoe_run {
 
 #define FMOE_RUN_INIT ((fmoe_run){.size = sizeof(fmoe_run)})
 
-/* Common to all tensors below: activations have unit stride in their last dimension; ids, maps and sizes are int32 or
- * int64; p (routing weights) are f32 or the plan's dtype; gradients of weights and biases are f32 or the plan's dtype.
+/* Common to all tensors below: activations have unit stride in their last dimension; ids, maps, sizes and p are compact. Ids, maps
+ * and sizes are int32 or int64; p (routing weights), gradients of weights and biases are f32 or the plan's dtype. In a plan of
+ * dtype f64 every f32 here reads f64.
  * Backward: an output that is NULL is not computed. */
 
 /* -- route: logits [T,E] f32 or the plan's dtype -> ids [T,k], weights [T,k]. FMOE_OP_ROUTE.
@@ -260,7 +261,8 @@ FMOE_API fmoe_status fmoe_route_forward(fmoe_plan, const fmoe_route_args *, cons
 FMOE_API fmoe_status fmoe_route_backward(fmoe_plan, const fmoe_route_args *, const fmoe_run *);
 
 /* -- permute: xp[map[t*k+j]] = x[t], rows grouped by expert, in token order inside each (a stable sort). FMOE_OP_PERMUTE.
- * map has the meaning of Ascend's sortedIndices; -1 marks a skipped slot. Rows past the last routed one become zero.
+ * map has the meaning of Ascend's sortedIndices: every row below T*k at most once; -1 marks a skipped slot. Rows past the
+ * last routed one become zero.
  * Backward: dx[t] = sum_j dxp[map[t*k+j]]. */
 typedef struct fmoe_permute_args {
     size_t size;

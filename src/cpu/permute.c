@@ -26,6 +26,14 @@ void fmoe_cpu_permute_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
     carve(p, T, c, &b);
 }
 
+static permute_buffers buffers(const fmoe_plan_impl *p, int64_t T, const fmoe_run *run)
+{
+    permute_buffers b;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
+    carve(p, T, &c, &b);
+    return b;
+}
+
 static char *row_of(const fmoe_tensor *t, int64_t r)
 {
     return (char *)fmoe_data(t) + r * fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(t));
@@ -33,13 +41,19 @@ static char *row_of(const fmoe_tensor *t, int64_t r)
 
 static int64_t map_at(const fmoe_tensor *map, int64_t i) { return fmoe_get_int(fmoe_data(map), fmoe_tensor_dtype(map), i); }
 
-/* Entries must be rows of y, or -1; each row at most once where rows are written (seen: a bit a row, or NULL). */
-static fmoe_status check_map(const fmoe_tensor *map, int64_t R)
+/* Entries are -1 or rows below R and T*k, each at most once. owner [T*k]: row -> slot, -1: nobody's. */
+static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
 {
-    for (int64_t i = 0; i < map->shape[0]; i++) {
+    const int64_t slots = map->shape[0], rows = fmoe_min(R, slots);
+    for (int64_t r = 0; r < rows; r++) owner[r] = -1;
+    for (int64_t i = 0; i < slots; i++) {
         const int64_t r = map_at(map, i);
-        if (r < -1 || r >= R)
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, i, r, R);
+        if (r == -1) continue;
+        if (r < -1 || r >= rows)
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, i, r, rows);
+        if (owner[r] >= 0)
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] and map[%" PRId64 "] are both %" PRId64, owner[r], i, r);
+        owner[r] = i;
     }
     return FMOE_OK;
 }
@@ -63,9 +77,7 @@ static void copy_rows(void *arg, int64_t begin, int64_t end)
 
 fmoe_status fmoe_cpu_permute_forward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
 {
-    permute_buffers b;
-    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    carve(p, a->x->shape[0], &c, &b);
+    permute_buffers b = buffers(p, a->x->shape[0], run);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, a->ids));
     const int map_type = fmoe_tensor_dtype(a->map);
     for (int64_t i = 0; i < a->map->shape[0]; i++) fmoe_set_int(fmoe_data(a->map), map_type, i, -1);
@@ -105,8 +117,8 @@ static void gather_rows(void *arg, int64_t begin, int64_t end)
 
 fmoe_status fmoe_cpu_permute_backward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
 {
-    (void)run;
-    FMOE_TRY(check_map(a->map, a->xp->shape[0]));
+    permute_buffers b = buffers(p, a->x->shape[0], run);
+    FMOE_TRY(check_map(a->map, a->xp->shape[0], b.g.slot));
     gather_ctx ctx = {p, a->xp, a->map, NULL, a->x};
     fmoe_for_rows(p, a->x->shape[0], GRAIN, gather_rows, &ctx);
     return FMOE_OK;
@@ -116,8 +128,8 @@ fmoe_status fmoe_cpu_permute_backward(const fmoe_plan_impl *p, const fmoe_permut
 
 fmoe_status fmoe_cpu_unpermute_forward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
 {
-    (void)run;
-    FMOE_TRY(check_map(a->map, a->y->shape[0]));
+    permute_buffers b = buffers(p, a->out->shape[0], run);
+    FMOE_TRY(check_map(a->map, a->y->shape[0], b.g.slot));
     gather_ctx ctx = {p, a->y, a->map, a->weights, a->out};
     fmoe_for_rows(p, a->out->shape[0], GRAIN, gather_rows, &ctx);
     return FMOE_OK;
@@ -157,35 +169,14 @@ static void scatter_rows(void *arg, int64_t begin, int64_t end)
         }
 }
 
-/* Two slots of one row would race for dy: refused. Each row's first slot is marked in the workspace. */
-static fmoe_status mark_owners(const fmoe_tensor *map, int64_t R, int64_t *owner)
-{
-    const int64_t slots = map->shape[0], n = fmoe_min(R, slots);
-    for (int64_t r = 0; r < n; r++) owner[r] = -1;
-    for (int64_t i = 0; i < slots; i++) {
-        const int64_t r = map_at(map, i);
-        if (r < 0) continue;
-        if (r >= n)
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", a permutation of %" PRId64
-                             " slots has no such row", i, r, slots);
-        if (owner[r] >= 0)
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] and map[%" PRId64 "] are both %" PRId64, owner[r], i, r);
-        owner[r] = i;
-    }
-    return FMOE_OK;
-}
-
 fmoe_status fmoe_cpu_unpermute_backward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
 {
     const int64_t T = a->dout->shape[0];
     const fmoe_tensor *rows = a->dy ? a->dy : a->y;
     if (!rows) return FMOE_OK;
-    FMOE_TRY(check_map(a->map, rows->shape[0]));
-    permute_buffers b;
-    fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    carve(p, T, &c, &b);
+    permute_buffers b = buffers(p, T, run);
+    FMOE_TRY(check_map(a->map, rows->shape[0], b.g.slot));
     if (a->dy) {
-        FMOE_TRY(mark_owners(a->map, a->dy->shape[0], b.g.slot));
         const size_t bytes = (size_t)p->d.H * fmoe_dtype_size(p->d.dtype);
         for (int64_t r = 0; r < a->dy->shape[0]; r++)
             if (r >= a->map->shape[0] || b.g.slot[r] < 0) memset(row_of(a->dy, r), 0, bytes);

@@ -30,26 +30,20 @@ fmoe_status fmoe_ref_check_ids(const fmoe_plan_impl *p, const fmoe_tensor *ids)
     return FMOE_OK;
 }
 
-/* A map is an injection of the slots that are not skipped into the rows [0, R): two slots on one row would make
- * dy[map[s]] = ... ambiguous. owner [T*k] remembers who took a row. No map that permute makes goes past row T*k; one of
- * the caller's own may, if y is longer, and such entries are compared one by one. */
+/* A map is an injection of the slots that are not skipped into the rows [0, min(R, T*k)): two slots on one row would make
+ * dy[map[s]] = ... ambiguous, and no permutation of T*k slots has a row past T*k. owner [T*k] remembers who took a row. */
 static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
 {
-    const int64_t slots = map->shape[0];
+    const int64_t slots = map->shape[0], rows = fmoe_min(R, slots);
     for (int64_t r = 0; r < slots; r++) owner[r] = -1;
     for (int64_t s = 0; s < slots; s++) {
         const int64_t r = ref_int1(map, s);
         if (r == -1) continue;
-        if (r < 0 || r >= R) {
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", R is %" PRId64, s, r, R);
-        }
-        int64_t other = r < slots ? owner[r] : -1;
-        for (int64_t o = 0; r >= slots && o < s; o++) other = ref_int1(map, o) == r ? o : other;
-        if (other >= 0) {
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", but map[%" PRId64 "] is %" PRId64 " too",
-                             s, r, other, r);
-        }
-        if (r < slots) owner[r] = s;
+        if (r < -1 || r >= rows)
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, s, r, rows);
+        if (owner[r] >= 0)
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] and map[%" PRId64 "] are both %" PRId64, owner[r], s, r);
+        owner[r] = s;
     }
     return FMOE_OK;
 }

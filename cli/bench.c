@@ -22,7 +22,8 @@ typedef struct list {
 } list;
 
 typedef struct options {
-    const char *op; /* experts, gmm, route */
+    const char *op;   /* experts */
+    const char *pass; /* fwd, bwd, fwd+bwd; NULL: all three */
     list T, H, I, E, k, dtype, threads;
     double budget; /* seconds a row */
     const char *json;
@@ -250,6 +251,7 @@ static void bench_experts(const options *o, row r, int dtype, FILE *json, bool *
     r.op = "experts";
     for (int i = 0; i < 3; i++) {
         r.pass = passes[i].pass;
+        if (o->pass && strcmp(o->pass, r.pass) != 0) continue;
         r.ceiling = fmoe_cpu_ceiling_gflops((fmoe_dtype)dtype, r.threads);
         const double share = o->cpu_time ? 1.0 / (double)r.threads : 1;
         r.ms = median_ms((timed){passes[i].run, &l}, o->budget, &r.best_ms) * share;
@@ -295,7 +297,7 @@ static bool parse_dtypes(const char *text, list *out)
 
 static int usage(void)
 {
-    fputs("usage: fusedmoe bench [--op experts] [--T 64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype bf16,f32,f16]\n"
+    fputs("usage: fusedmoe bench [--op experts] [--pass fwd|bwd|fwd+bwd] [--T 64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype bf16,f32,f16]\n"
           "                      [--threads 2] [--seconds 1] [--skew] [--cpu-time] [--json FILE]\n"
           "Times the layer forward, backward and both; every share is of a register-only multiply-add loop on the same\n"
           "threads, measured in the same run. --cpu-time divides CPU seconds by the threads: for a machine that is busy otherwise.\n",
@@ -328,6 +330,7 @@ int fmoe_bench_main(int argc, char **argv)
         if (strcmp(argv[i], "--dtype") == 0) known = value && parse_dtypes(value, &o.dtype);
         if (strcmp(argv[i], "--seconds") == 0) known = value && (o.budget = strtod(value, NULL)) > 0;
         if (strcmp(argv[i], "--json") == 0) known = (o.json = value) != NULL;
+        if (strcmp(argv[i], "--pass") == 0) known = (o.pass = value) != NULL;
         if (strcmp(argv[i], "--op") == 0) known = value && strcmp(value, "experts") == 0;
         if (!known) return usage();
         i++;

@@ -24,8 +24,13 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
     }
     int64_t offset = 0;
     const void *const *line = next->line, *const *fetch_end = line + fetches;
+    const int64_t apart = fetches ? fmoe_max(1, kc / fetches) : 0;
+    int64_t wait = apart;
     for (int64_t k = 0; k < kc; k++, b += FMOE_NB, offset += a_step) {
-        if (line < fetch_end) _mm_prefetch(*line++, _MM_HINT_T1);
+        if (--wait == 0 && line < fetch_end) { /* spread evenly: bursts would hold up the loads of B */
+            _mm_prefetch(*line++, _MM_HINT_T1);
+            wait = apart;
+        }
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
                      b3 = _mm512_loadu_ps(b + 48);
 #pragma GCC unroll 6

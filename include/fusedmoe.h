@@ -331,7 +331,7 @@ FMOE_API fmoe_status fmoe_activation_forward(fmoe_plan, const fmoe_activation_ar
 FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_args *, const fmoe_run *);
 
 /* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass shape
- * [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. */
+ * [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way the weights do. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;   /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;   /* [E,2I] */

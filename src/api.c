@@ -286,6 +286,8 @@ typedef struct weight_names {
     const char *w1, *b1, *w2, *b2, *gate, *up, *down;
 } weight_names;
 
+static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
+
 static const weight_names experts_names = {"w1", "b1", "w2", "b2", "gate", "up", "down"};
 static const weight_names experts_grad_names = {"dw1", "db1", "dw2", "db2", "dgate", "dup", "ddown"};
 static const weight_names shared_names = {"shared w1", "shared b1", "shared w2", "shared b2", "shared gate list",
@@ -296,7 +298,7 @@ static const weight_names shared_grad_names = {"dshared w1", "dshared b1", "dsha
 static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names, bool shared,
                        bool grad)
 {
-    const bool list = w->up || w->down || w->gate, bias = (p->d.flags & FMOE_BIAS) != 0;
+    const bool list = is_list(w), bias = (p->d.flags & FMOE_BIAS) != 0;
     const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC, I = shared ? AXIS_SHARED_I : AXIS_I;
     const int types = grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
     const int need = grad ? ARG_OPTIONAL_OUT : ARG_IN;
@@ -321,7 +323,7 @@ static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weigh
 /* What the table of arguments cannot say. */
 static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names)
 {
-    const bool list = w->up || w->down || w->gate;
+    const bool list = is_list(w);
     if (list && (w->w1 || w->b1 || w->w2 || w->b2))
         return fmoe_fail(FMOE_ERR_ARG, "%s and %s are both given: weights are stacked or lists, not both",
                          w->w1 || w->b1 ? names->w1 : names->w2, names->up);
@@ -331,6 +333,18 @@ static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w,
         return fmoe_fail(FMOE_ERR_ARG, "%s is given, but the activation %d is ungated", names->gate, p->d.act);
     if (!(p->d.flags & FMOE_BIAS) && (w->b1 || w->b2))
         return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_BIAS", w->b1 ? names->b1 : names->b2);
+    return FMOE_OK;
+}
+
+/* Interleaving is a property of stacks: gradients then come the way the weights came. */
+static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *w, const fmoe_weights *dw, const weight_names *names,
+                                   const weight_names *grad_names)
+{
+    FMOE_TRY(check_weights(p, dw, grad_names));
+    const bool first = dw->w1 || dw->gate || dw->up;
+    if (first && p->gated && (p->d.flags & FMOE_INTERLEAVED) && is_list(w) != is_list(dw))
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s are given as %s, %s as %s: with FMOE_INTERLEAVED both must be the same", names->w1,
+                         is_list(w) ? "lists" : "a stack", grad_names->w1, is_list(dw) ? "lists" : "a stack");
     return FMOE_OK;
 }
 
@@ -349,7 +363,7 @@ static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
         args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
         return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
     }
-    FMOE_TRY(check_weights(c->p, &a->dw, &experts_grad_names));
+    FMOE_TRY(check_gradients(c->p, &a->w, &a->dw, &experts_names, &experts_grad_names));
     args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
@@ -386,8 +400,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
         args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
         return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
     }
-    FMOE_TRY(check_weights(c->p, &a->dw, &experts_grad_names));
-    FMOE_TRY(check_weights(c->p, &a->dshared, &shared_grad_names));
+    FMOE_TRY(check_gradients(c->p, &a->w, &a->dw, &experts_names, &experts_grad_names));
+    FMOE_TRY(check_gradients(c->p, &a->shared, &a->dshared, &shared_names, &shared_grad_names));
     args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dlogits", a->dlogits, ARG_OPTIONAL, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};

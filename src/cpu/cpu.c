@@ -9,9 +9,17 @@
 
 /* ---- levels ---- */
 
+/* From low to high; each contains the ones before it. */
+#if defined(__x86_64__)
 enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVELS };
-
 static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16"};
+#elif defined(__aarch64__)
+enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS };
+static const char *const level_names[LEVELS] = {"c", "neon", "neon_bf16"};
+#else
+enum { LEVEL_c, LEVELS };
+static const char *const level_names[LEVELS] = {"c"};
+#endif
 
 static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
 static int detected;               /* highest level of CPU and operating system */
@@ -52,9 +60,33 @@ static int detect_level(void)
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
     return LEVEL_avx512_bf16;
 }
+
+static int64_t panel_width(int level) { return level >= LEVEL_avx512 ? 64 : 16; }
+
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+#ifndef HWCAP2_BF16
+#define HWCAP2_BF16 (1ul << 14) /* C libraries older than the extension */
+#endif
+
+/* The operating system says what may be used; NEON itself is part of the architecture. */
+static int detect_level(void) { return getauxval(AT_HWCAP2) & HWCAP2_BF16 ? LEVEL_neon_bf16 : LEVEL_neon; }
+
+static int64_t panel_width(int level) { return (void)level, 16; }
+
 #else
 static int detect_level(void) { return LEVEL_c; }
+static int64_t panel_width(int level) { return (void)level, 16; }
 #endif
+
+/* The names of the first n levels; text has room for all. */
+static const char *list_levels(char text[64], int n, const char *between)
+{
+    text[0] = 0;
+    for (int i = 0; i < n; i++) strcat(strcat(text, i ? between : ""), level_names[i]);
+    return text;
+}
 
 static void detect(void)
 {
@@ -87,7 +119,10 @@ const char *fmoe_cpu_isa(void) { return level_names[fmoe_cpu_level()]; }
 fmoe_status fmoe_cpu_set_max_isa(const char *name)
 {
     const int cap = name ? level_by_name(name) : LEVELS - 1;
-    if (cap < 0) return fmoe_fail(FMOE_ERR_ARG, "ISA level '%.40s' is unknown: c, avx2, avx512, avx512_bf16", name);
+    if (cap < 0) {
+        char known[64];
+        return fmoe_fail(FMOE_ERR_ARG, "ISA level '%.40s' is unknown: %s", name, list_levels(known, LEVELS, ", "));
+    }
     atomic_store(&api_cap, cap);
     return FMOE_OK;
 }
@@ -96,7 +131,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 {
     memset(k, 0, sizeof *k);
     k->isa = level_names[level];
-    k->nr = level >= LEVEL_avx512 ? 64 : 16;
+    k->nr = panel_width(level);
 #define FMOE_KERNEL_FIELD(type, field)
 #define FMOE_KERNEL(lvl, type, field) \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
@@ -206,10 +241,9 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 size_t fmoe_cpu_info(char *text, size_t n)
 {
     pthread_once(&detect_once, detect);
-    char levels[64] = "";
-    for (int i = 0; i <= detected; i++) strcat(strcat(levels, i ? " " : ""), level_names[i]);
-    return (size_t)snprintf(text, n, "cpu: %d cores, levels %s, in use %s%s%s\n", fmoe_cpu_count(), levels, fmoe_cpu_isa(),
-                            env_warning[0] ? "; " : "", env_warning);
+    char levels[64];
+    return (size_t)snprintf(text, n, "cpu: %d cores, levels %s, in use %s%s%s\n", fmoe_cpu_count(),
+                            list_levels(levels, detected + 1, " "), fmoe_cpu_isa(), env_warning[0] ? "; " : "", env_warning);
 }
 
 const fmoe_backend fmoe_backend_cpu = {

@@ -122,7 +122,15 @@ static inline float exp_f(float x)
     return p * fmoe_bits_to_float((uint32_t)(half + 127) << 23) * fmoe_bits_to_float((uint32_t)(e - half + 127) << 23);
 }
 
-static inline float sigmoid_f(float x) { return 1.0f / (1.0f + exp_f(-x)); }
+typedef struct logistic {
+    float s, c; /* sigmoid(x), and 1 - sigmoid(x) without cancellation */
+} logistic;
+
+static inline logistic sigmoid_f(float x)
+{
+    const float e = exp_f(x < -88.0f ? 88.0f : -x), s = 1.0f / (1.0f + e); /* e stays finite: e * s is never Inf * 0 */
+    return (logistic){s, e * s};
+}
 
 /* erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z/2), z >= 0: a Chebyshev fit with relative error 1.2e-7 (Numerical Recipes, 6.2).
  * Used as the normal distribution function: relative accuracy in the far tail too. */
@@ -156,8 +164,8 @@ typedef struct value { /* f(x) and f'(x) */
 
 static inline value silu(float x)
 {
-    const float s = sigmoid_f(x);
-    return (value){x * s, s * (1.0f + x * (1.0f - s))};
+    const logistic l = sigmoid_f(x);
+    return (value){x * l.s, l.s * (1.0f + x * l.c)};
 }
 
 static inline value gelu(float x)
@@ -168,8 +176,9 @@ static inline value gelu(float x)
 
 static inline value gelu_tanh(float x) /* 0.5 x (1 + tanh z) = x sigmoid(2z) */
 {
-    const float x2 = x * x, z = 1.59576912f * x * (1.0f + 0.044715f * x2), s = sigmoid_f(z);
-    return (value){x * s, s + x * s * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * x2)};
+    const float x2 = x * x, z = 1.59576912f * x * (1.0f + 0.044715f * x2);
+    const logistic l = sigmoid_f(z);
+    return (value){x * l.s, l.s + x * l.s * l.c * 1.59576912f * (1.0f + 0.134145f * x2)};
 }
 
 static inline value relu(float x) { return (value){x < 0 ? 0 : x, x > 0 ? 1.0f : 0.0f}; }
@@ -207,8 +216,9 @@ static inline value2 gated_clamp(float g, float u, float alpha, float limit)
 
 static inline value2 gated_oai(float g, float u, float alpha, float limit)
 {
-    const float gc = clamp_max(g, limit), uc = clamp(u, limit), s = sigmoid_f(alpha * gc), glu = gc * s;
-    const float dglu = s * (1.0f + alpha * gc * (1.0f - s));
+    const float gc = clamp_max(g, limit), uc = clamp(u, limit);
+    const logistic l = sigmoid_f(alpha * gc);
+    const float glu = gc * l.s, dglu = l.s * (1.0f + alpha * gc * l.c);
     return (value2){(uc + 1.0f) * glu, g > limit ? 0.0f : (uc + 1.0f) * dglu, u > limit || u < -limit ? 0.0f : glu};
 }
 

@@ -1,0 +1,396 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process.
+//
+//   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit
+//   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache
+//   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
+//   cuda_bench LIBRARY memory SHAPE:T...     workspace and kept bytes
+//
+// Shapes: q30 olmoe q235 mixtral dsv3 (H, I, E, k as in the table below). FMOE_BENCH_CUBLAS names libcublas.so for the dense figures.
+// Normal random data. "From idle": median of 15 passes after 3, the card idle before. "Sustained": passes between 0.3 s and 1.5 s.
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+extern "C" {
+#include "backend.h"
+}
+
+#define CK(x)                                                                              \
+    do {                                                                                   \
+        const cudaError_t e_ = (x);                                                        \
+        if (e_ != cudaSuccess) {                                                           \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(e_));             \
+            exit(1);                                                                       \
+        }                                                                                  \
+    } while (0)
+
+static const struct {
+    const char *name;
+    int64_t H, I, E, k;
+} shapes[] = {{"q30", 2048, 768, 128, 8}, {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8}, {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8}, {"tiny", 512, 256, 8, 2}};
+
+static const fmoe_backend *backend;
+static cudaStream_t stream;
+
+static fmoe_status fail_aloud(fmoe_status status, const char *format, ...)
+{
+    va_list v;
+    va_start(v, format);
+    vprintf(format, v);
+    printf("\n");
+    va_end(v);
+    return status;
+}
+static void ok(fmoe_status s)
+{
+    if (s != FMOE_OK) exit(1);
+}
+
+__device__ static uint32_t hash32(uint32_t v)
+{
+    v ^= v >> 16, v *= 0x7feb352d, v ^= v >> 15, v *= 0x846ca68b;
+    return v ^ v >> 16;
+}
+__global__ static void fill(uint16_t *p, float *f, size_t n, float s, uint32_t seed)
+{
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        const uint32_t a = hash32((uint32_t)i * 2 + seed), b = hash32(a + 0x9e3779b9 + (uint32_t)(i >> 31));
+        const float v = s * sqrtf(-2.f * logf((a + 1.f) * 2.3283064e-10f)) * cospif(2.f * b * 2.3283064e-10f);
+        if (f) f[i] = v;
+        else p[i] = (uint16_t)((__float_as_uint(v) + 0x8000) >> 16);
+    }
+}
+
+struct Tensor {
+    fmoe_tensor t = {};
+    int64_t shape[3], strides[3];
+    size_t bytes = 0;
+    Tensor() = default;
+    Tensor(const Tensor &) = delete;
+    void make(int dtype, std::vector<int64_t> dims, float scale, uint32_t seed)
+    {
+        size_t n = 1;
+        for (size_t i = dims.size(); i-- > 0;) shape[i] = dims[i], strides[i] = (int64_t)n, n *= (size_t)dims[i];
+        const size_t size = dtype == FMOE_F32 || dtype == -32 ? 4 : dtype == -64 ? 8 : 2;
+        bytes = n * size;
+        CK(cudaMalloc(&t.data, bytes + 256));
+        t.device = {FMOE_CUDA, 0};
+        t.ndim = (int32_t)dims.size();
+        t.shape = shape;
+        t.strides = strides;
+        t.dtype = dtype == FMOE_F32 ? fmoe_datatype{2, 32, 1} : dtype < 0 ? fmoe_datatype{0, (uint8_t)-dtype, 1} : fmoe_datatype{4, 16, 1};
+        if (dtype > 0) fill<<<1024, 256>>>((uint16_t *)t.data, dtype == FMOE_F32 ? (float *)t.data : nullptr, n, scale, seed);
+    }
+    ~Tensor() { cudaFree(t.data); }
+};
+
+struct Layer {
+    int64_t T, H, I, E, k;
+    fmoe_plan_impl plan = {}, route = {};
+    Tensor x, dout, out, dx, logits, ids, p, dp, w1, w2, dw1, dw2;
+    void *ws[2] = {}, *saved = nullptr;
+    size_t ws_bytes[2] = {}, saved_bytes = 0;
+    Layer(const Layer &) = delete;
+    Layer(int shape, int64_t tokens, bool train, bool buffers = true) : T(tokens)
+    {
+        H = shapes[shape].H, I = shapes[shape].I, E = shapes[shape].E, k = shapes[shape].k;
+        fmoe_desc d = {};
+        d.size = sizeof d;
+        d.dtype = FMOE_BF16;
+        d.device = {FMOE_CUDA, 0};
+        d.H = H, d.I = I, d.E = E, d.k = k;
+        d.act_alpha = 1.702f, d.act_limit = 7, d.route.scale = 1, d.route.renormalize = 1;
+        plan.d = route.d = d;
+        plan.d.op = FMOE_OP_EXPERTS, route.d.op = FMOE_OP_ROUTE;
+        plan.gated = route.gated = 1;
+        plan.h_cols = route.h_cols = 2 * I;
+        plan.backend = route.backend = backend;
+        ok(backend->plan_init(&plan));
+        ok(backend->plan_init(&route));
+        for (int pass = 0; pass < 2; pass++) ok(backend->bytes(&plan, (fmoe_pass)pass, T, &ws_bytes[pass], &saved_bytes));
+        if (!buffers) return;
+        x.make(FMOE_BF16, {T, H}, 1, 1), out.make(FMOE_BF16, {T, H}, 1, 5);
+        logits.make(FMOE_F32, {T, E}, 1, 9), ids.make(-32, {T, k}, 0, 0), p.make(FMOE_F32, {T, k}, 1, 0);
+        w1.make(FMOE_BF16, {E, 2 * I, H}, 0.02f, 3), w2.make(FMOE_BF16, {E, H, I}, 0.02f, 4);
+        CK(cudaMalloc(&ws[0], std::max(ws_bytes[0], ws_bytes[1]) + 256));
+        ws[1] = ws[0];
+        if (train) {
+            CK(cudaMalloc(&saved, saved_bytes));
+            dout.make(FMOE_BF16, {T, H}, 1, 2), dx.make(FMOE_BF16, {T, H}, 1, 6), dp.make(FMOE_F32, {T, k}, 1, 0);
+            dw1.make(FMOE_BF16, {E, 2 * I, H}, 0.02f, 7), dw2.make(FMOE_BF16, {E, H, I}, 0.02f, 8);
+        }
+        choose();
+        CK(cudaDeviceSynchronize());
+    }
+    ~Layer()
+    {
+        cudaFree(ws[0]), cudaFree(saved);
+        backend->plan_fini(&plan), backend->plan_fini(&route);
+    }
+    fmoe_run run(int pass) const
+    {
+        fmoe_run r = {};
+        r.size = sizeof r;
+        r.workspace = ws[pass];
+        r.workspace_bytes = ws_bytes[pass];
+        r.stream = stream;
+        return r;
+    }
+    void choose(int64_t offset = 0) // route: rows from `offset` of the logits
+    {
+        fmoe_route_args a = {};
+        a.size = sizeof a;
+        fmoe_tensor l = logits.t;
+        l.byte_offset = (uint64_t)(offset * E * 4);
+        a.logits = &l, a.ids = &ids.t, a.weights = &p.t;
+        const fmoe_run r = run(0);
+        ok(backend->route[0](&route, &a, &r));
+    }
+    void forward() const
+    {
+        fmoe_experts_args a = {};
+        a.size = sizeof a;
+        a.x = &x.t, a.ids = &ids.t, a.weights = &p.t, a.w.w1 = &w1.t, a.w.w2 = &w2.t, a.out = &out.t;
+        a.saved = saved, a.saved_bytes = saved_bytes;
+        const fmoe_run r = run(0);
+        ok(backend->experts[0](&plan, &a, &r));
+    }
+    void backward() const
+    {
+        fmoe_experts_args a = {};
+        a.size = sizeof a;
+        a.x = &x.t, a.ids = &ids.t, a.weights = &p.t, a.w.w1 = &w1.t, a.w.w2 = &w2.t;
+        a.saved = saved, a.saved_bytes = saved_bytes;
+        a.dout = &dout.t, a.dx = &dx.t, a.dweights = &dp.t, a.dw.w1 = &dw1.t, a.dw.w2 = &dw2.t;
+        const fmoe_run r = run(1);
+        ok(backend->experts[1](&plan, &a, &r));
+    }
+    double flop(int n) const { return 2.0 * (double)(T * k) * (double)H * (double)I * n; }
+};
+
+// ---- Dense: one matrix for all rows ----
+
+struct Dense {
+    typedef int (*Create)(void **);
+    typedef int (*Set)(void *, cudaStream_t);
+    typedef int (*SetWs)(void *, void *, size_t);
+    typedef int (*Gemm)(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int, const void *, void *, int, int, int, int);
+    void *handle = nullptr, *ws = nullptr;
+    Gemm gemm = nullptr;
+    bool open()
+    {
+        const char *path = getenv("FMOE_BENCH_CUBLAS");
+        void *lib = path ? dlopen(path, RTLD_NOW) : nullptr;
+        if (!lib) return false;
+        gemm = (Gemm)dlsym(lib, "cublasGemmEx");
+        const Create create = (Create)dlsym(lib, "cublasCreate_v2");
+        const Set set = (Set)dlsym(lib, "cublasSetStream_v2");
+        const SetWs set_ws = (SetWs)dlsym(lib, "cublasSetWorkspace_v2");
+        if (!gemm || !create || create(&handle) != 0) return false;
+        set(handle, stream);
+        CK(cudaMalloc(&ws, 64 << 20));
+        return set_ws(handle, ws, 64 << 20) == 0;
+    }
+    // Row-major C[m,n] = op(A) op(B); ta: A is stored [k,m]; tb: B is stored [n,k].
+    void mm(const void *a, bool ta, const void *b, bool tb, void *c, int64_t m, int64_t n, int64_t k) const
+    {
+        const float one = 1, zero = 0;
+        const int bf16 = 14, f32 = 68 /* CUBLAS_COMPUTE_32F */;
+        const int r = gemm(handle, tb, ta, (int)n, (int)m, (int)k, &one, b, bf16, (int)(tb ? k : n), a, bf16, (int)(ta ? m : k), &zero, c, bf16, (int)n, f32, 99);
+        if (r) printf("cublas %d\n", r), exit(1);
+    }
+};
+
+static double median(std::vector<float> v)
+{
+    std::sort(v.begin(), v.end());
+    return v.empty() ? 0 : v[v.size() / 2];
+}
+
+// Median milliseconds of a pass, from idle and sustained.
+static void time_both(const std::function<void()> &pass, double *idle, double *sustained)
+{
+    cudaEvent_t a, b;
+    CK(cudaEventCreate(&a));
+    CK(cudaEventCreate(&b));
+    for (int mode = 0; mode < 2; mode++) {
+        std::vector<float> t;
+        double elapsed = 0;
+        CK(cudaDeviceSynchronize());
+        if (mode == 0) usleep(400000);
+        for (int i = 0; mode ? elapsed < 1500 : i < 18; i++) {
+            CK(cudaEventRecord(a, stream));
+            pass();
+            CK(cudaEventRecord(b, stream));
+            CK(cudaStreamSynchronize(stream));
+            float ms;
+            CK(cudaEventElapsedTime(&ms, a, b));
+            elapsed += ms;
+            if (mode ? elapsed > 300 : i >= 3) t.push_back(ms);
+        }
+        *(mode ? sustained : idle) = median(t);
+    }
+    CK(cudaEventDestroy(a));
+    CK(cudaEventDestroy(b));
+}
+
+static int find_shape(const char *name, size_t n)
+{
+    for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++)
+        if (strlen(shapes[i].name) == n && !strncmp(shapes[i].name, name, n)) return i;
+    printf("no shape %s\n", name);
+    exit(1);
+}
+static void parse(const char *arg, int *shape, int64_t *T)
+{
+    const char *colon = strchr(arg, ':');
+    if (!colon) printf("SHAPE:T expected, not %s\n", arg), exit(1);
+    *shape = find_shape(arg, (size_t)(colon - arg));
+    *T = atoll(colon + 1);
+}
+
+static void bench_layer(const char *arg, const Dense &dense)
+{
+    int shape;
+    int64_t T;
+    parse(arg, &shape, &T);
+    double ours[2][2], lib[2][2] = {};
+    const char *words[2] = {"fwd", "fwd+bwd"};
+    const int n[2] = {3, 9};
+    {
+        Layer l(shape, T, true);
+        time_both([&] { l.choose(), l.forward(); }, &ours[0][0], &ours[0][1]);
+        time_both([&] { l.choose(), l.forward(), l.backward(); }, &ours[1][0], &ours[1][1]);
+    }
+    const int64_t H = shapes[shape].H, I = shapes[shape].I, R = T * shapes[shape].k;
+    const double flop = 2.0 * (double)R * (double)H * (double)I;
+    if (dense.handle) {
+        Tensor x, g, h, a, w1, w2, y;
+        x.make(FMOE_BF16, {R, H}, 1, 1), g.make(FMOE_BF16, {R, H}, 1, 2), h.make(FMOE_BF16, {R, 2 * I}, 1, 3), a.make(FMOE_BF16, {R, I}, 1, 4);
+        w1.make(FMOE_BF16, {2 * I, H}, 0.02f, 5), w2.make(FMOE_BF16, {H, I}, 0.02f, 6), y.make(FMOE_BF16, {std::max(R, 2 * I), std::max(H, 2 * I)}, 1, 7);
+        auto fwd = [&] {
+            dense.mm(x.t.data, false, w1.t.data, true, y.t.data, R, 2 * I, H);
+            dense.mm(a.t.data, false, w2.t.data, true, y.t.data, R, H, I);
+        };
+        auto bwd = [&] {
+            dense.mm(g.t.data, false, w2.t.data, false, y.t.data, R, I, H);
+            dense.mm(h.t.data, false, w1.t.data, false, y.t.data, R, H, 2 * I);
+            dense.mm(g.t.data, true, a.t.data, false, y.t.data, H, I, R);
+            dense.mm(h.t.data, true, x.t.data, false, y.t.data, 2 * I, H, R);
+        };
+        time_both(fwd, &lib[0][0], &lib[0][1]);
+        time_both([&] { fwd(), bwd(); }, &lib[1][0], &lib[1][1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        printf("layer %-14s %-8s", arg, words[i]);
+        for (int m = 0; m < 2; m++) {
+            const double f = flop * n[i] * 1e-9;
+            printf(" | %s ours %8.4f ms %6.1f TF/s", m ? "sustained" : "from idle", ours[i][m], f / ours[i][m]);
+            if (lib[i][m] > 0) printf(" dense %6.1f share %5.1f %%", f / lib[i][m], 100 * lib[i][m] / ours[i][m]);
+        }
+        printf("\n");
+    }
+    fflush(stdout);
+}
+
+static void bench_decode(int shape, int64_t T)
+{
+    Layer l(shape, T, false);
+    const int rounds = 16;
+    Tensor many;
+    many.make(FMOE_F32, {rounds * T, l.E}, 1, 77);
+    std::swap(many.t.data, l.logits.t.data);
+    auto one = [&](int r) { l.choose(r * T), l.forward(); };
+    for (int r = 0; r < rounds; r++) one(r);
+    CK(cudaStreamSynchronize(stream));
+    // Experts that are hit, for the bytes that must be read.
+    double hit = 0;
+    std::vector<int32_t> ids((size_t)(T * l.k));
+    for (int r = 0; r < rounds; r++) {
+        l.choose(r * T);
+        CK(cudaStreamSynchronize(stream));
+        CK(cudaMemcpy(ids.data(), l.ids.t.data, ids.size() * 4, cudaMemcpyDeviceToHost));
+        std::sort(ids.begin(), ids.end());
+        hit += (double)(std::unique(ids.begin(), ids.end()) - ids.begin());
+    }
+    hit /= rounds;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    for (int r = 0; r < rounds; r++) one(r);
+    CK(cudaStreamEndCapture(stream, &graph));
+    CK(cudaGraphInstantiate(&exec, graph, 0));
+    cudaEvent_t a, b;
+    CK(cudaEventCreate(&a));
+    CK(cudaEventCreate(&b));
+    std::vector<float> t;
+    for (int i = 0; i < 25; i++) {
+        CK(cudaEventRecord(a, stream));
+        CK(cudaGraphLaunch(exec, stream));
+        CK(cudaEventRecord(b, stream));
+        CK(cudaStreamSynchronize(stream));
+        float ms;
+        CK(cudaEventElapsedTime(&ms, a, b));
+        if (i >= 5) t.push_back(ms / rounds);
+    }
+    const double us = median(t) * 1000, bytes = hit * 3 * (double)(l.H * l.I) * 2;
+    printf("decode %s T %lld: %.2f us a layer, routing included; %.1f experts hit, %.1f MB of weights, %.2f TB/s; at 4.24 TB/s they take %.1f us: %.2fx\n", shapes[shape].name, (long long)T, us, hit,
+           bytes * 1e-6, bytes / us * 1e-6, bytes / 4.24e6, us / (bytes / 4.24e6));
+    fflush(stdout);
+    CK(cudaGraphExecDestroy(exec));
+    CK(cudaGraphDestroy(graph));
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 4) {
+        printf("usage: cuda_bench LIBRARY layer|decode|once|memory SHAPE...\n");
+        return 2;
+    }
+    void *lib = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
+    static const fmoe_core core = {FMOE_BACKEND_VERSION, fail_aloud};
+    const fmoe_backend_entry entry = lib ? (fmoe_backend_entry)dlsym(lib, "fmoe_cuda_backend") : nullptr;
+    backend = entry ? entry(&core) : nullptr;
+    if (!backend) {
+        printf("no CUDA backend: %s\n", dlerror());
+        return 1;
+    }
+    CK(cudaStreamCreate(&stream));
+    const std::string mode = argv[2];
+    if (mode == "layer") {
+        Dense dense;
+        if (!dense.open()) printf("no dense figures: FMOE_BENCH_CUBLAS does not name a usable libcublas\n");
+        for (int i = 3; i < argc; i++) bench_layer(argv[i], dense);
+    } else if (mode == "decode") {
+        for (int i = 4; i < argc; i++) bench_decode(find_shape(argv[3], strlen(argv[3])), atoll(argv[i]));
+    } else if (mode == "once") {
+        int shape;
+        int64_t T;
+        parse(argv[3], &shape, &T);
+        Layer l(shape, T, true);
+        l.forward();
+        l.backward();
+        CK(cudaDeviceSynchronize());
+    } else {
+        for (int i = 3; i < argc; i++) {
+            int shape;
+            int64_t T;
+            parse(argv[i], &shape, &T);
+            Layer l(shape, T, true, false);
+            const double M = 1 << 20, act = (double)(T * l.H) * 2 / M;
+            printf("memory %s: kept %.1f MiB (x %.1f + saved %.1f), workspace forward %.1f, backward %.1f, peak over weights and gradients %.1f MiB\n", argv[i], act + (double)l.saved_bytes / M, act,
+                   (double)l.saved_bytes / M, (double)l.ws_bytes[0] / M, (double)l.ws_bytes[1] / M, 4 * act + (double)(l.saved_bytes + std::max(l.ws_bytes[0], l.ws_bytes[1])) / M);
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// cuda.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
+#include "ops.cuh"
+#include "route.cuh"
+#include "sm90.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+
+const fmoe_core *fmoe_cuda_core;
+thread_local bool fmoe_cuda_overlap;
+
+static constexpr int64_t kMaxExperts = 12288; // a histogram of them fits 48 KB of shared memory
+
+fmoe_status fmoe_cuda_launched(const char *what)
+{
+    const cudaError_t e = cudaGetLastError();
+    if (e == cudaSuccess) return FMOE_OK;
+    return FAIL(FMOE_ERR_DEVICE, "CUDA: %s: %s (%s)", what, cudaGetErrorName(e), cudaGetErrorString(e));
+}
+
+fmoe_status plan_report(const Plan *plan)
+{
+    static const bool serial = getenv("FMOE_SERIAL") != nullptr;
+    fmoe_cuda_overlap = plan->cc >= 90 && !serial;
+    volatile DeviceError *e = plan->error;
+    const uint32_t code = e->code;
+    if (!code) return FMOE_OK;
+    const long long index = e->index, value = e->value, E = plan->shape.E;
+    e->code = 0;
+    switch (code) {
+    case DEVERR_ID:
+        return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met id %lld in slot %lld (token %lld), E is %lld; the slot was skipped", value, index,
+                    plan->shape.k ? index / plan->shape.k : index, E);
+    case DEVERR_SIZE: return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met group size or sum %lld at group %lld, which is negative or past the rows", value, index);
+    default: return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met map[%lld] = %lld, which is out of range; the slot was skipped", index, value);
+    }
+}
+
+// ---- Plans ----
+
+static fmoe_status runtime_missing(cudaError_t e)
+{
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    cudaGetLastError();
+    if (driver == 0)
+        return FAIL(FMOE_ERR_BACKEND, "CUDA: no driver was found (%s); this library was built with CUDA %d.%d", cudaGetErrorString(e), runtime / 1000, runtime % 1000 / 10);
+    return FAIL(FMOE_ERR_BACKEND, "CUDA: no usable device: %s; the driver supports CUDA %d.%d, this library was built with %d.%d", cudaGetErrorString(e), driver / 1000,
+                driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+}
+
+static fmoe_status open_device(Plan *plan, int id)
+{
+    int count = 0;
+    cudaError_t e = cudaGetDeviceCount(&count);
+    if (e != cudaSuccess) return runtime_missing(e);
+    if (id < 0 || id >= count) return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d was asked for, %d found", id, count);
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
+    cudaDeviceGetAttribute(&plan->sms, cudaDevAttrMultiProcessorCount, id);
+    plan->device = id;
+    plan->cc = major * 10 + minor;
+    if (plan->cc < 80) return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d has compute capability %d.%d, 8.0 is the least", id, major, minor);
+    DeviceScope scope(id);
+    e = cudaHostAlloc((void **)&plan->error, sizeof(DeviceError), cudaHostAllocMapped | cudaHostAllocPortable);
+    if (e != cudaSuccess) return FAIL(e == cudaErrorMemoryAllocation ? FMOE_ERR_NOMEM : FMOE_ERR_DEVICE, "CUDA: a page of pinned memory: %s", cudaGetErrorString(e));
+    *plan->error = DeviceError{};
+    e = cudaHostGetDevicePointer((void **)&plan->error_dev, plan->error, 0);
+    if (e != cudaSuccess) {
+        cudaFreeHost(plan->error);
+        return FAIL(FMOE_ERR_DEVICE, "CUDA: mapped memory: %s", cudaGetErrorString(e));
+    }
+    return FMOE_OK;
+}
+
+static fmoe_status plan_init(fmoe_plan_impl *p)
+{
+    const fmoe_desc *d = &p->d;
+    if (d->dtype == FMOE_F64) return FAIL(FMOE_ERR_DTYPE, "CUDA: dtype f64 is for the CPU's reference only");
+    if (d->E > kMaxExperts && d->op != FMOE_OP_ACTIVATION) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: E is %lld, at most %lld are supported", (long long)d->E, (long long)kMaxExperts);
+    if (d->op == FMOE_OP_ROUTE && !route_fits(d->E, d->k, d->route.groups)) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: routing over E = %lld experts needs more than 48 KB of shared memory a token", (long long)d->E);
+    if (d->H > INT32_MAX / 4 || d->I > INT32_MAX / 4 || d->K > INT32_MAX || d->N > INT32_MAX)
+        return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: H, I, K and N must be below 2^29");
+    Plan *plan = new (std::nothrow) Plan();
+    if (!plan) return FAIL(FMOE_ERR_NOMEM, "no memory for a plan");
+    const fmoe_status status = open_device(plan, d->device.id);
+    if (status != FMOE_OK) {
+        delete plan;
+        return status;
+    }
+    fmoe_cuda_shape *s = &plan->shape;
+    s->H = d->H, s->I = d->I, s->E = d->E, s->k = d->k;
+    s->dtype = d->dtype;
+    s->gated = p->gated;
+    s->cc = plan->cc;
+    s->sms = plan->sms;
+    plan->path = FMOE_PATH_SM80;
+    plan->why = "";
+    if (d->op == FMOE_OP_EXPERTS) {
+        plan->path = fmoe_cuda_choose_path(s, &plan->why);
+        if (plan->path == FMOE_PATH_SM90) {
+            DeviceScope scope(plan->device);
+            const cudaError_t e = sm90_driver() ? sm90_setup() : cudaErrorNotSupported;
+            if (e != cudaSuccess) {
+                cudaGetLastError();
+                plan->path = FMOE_PATH_SM80;
+                plan->why = "the driver lacks tensor maps or the shared memory the Hopper kernels need";
+            }
+        }
+    }
+    p->priv = plan;
+    return FMOE_OK;
+}
+
+static void plan_fini(fmoe_plan_impl *p)
+{
+    Plan *plan = plan_of(p);
+    cudaFreeHost(plan->error);
+    delete plan;
+    p->priv = nullptr;
+}
+
+static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+{
+    return p->d.op == FMOE_OP_EXPERTS ? experts_bytes(p, pass, T, workspace, saved) : ops_bytes(p, pass, T, workspace, saved);
+}
+
+static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
+{
+    const Plan *plan = plan_of(p);
+    const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
+    char line[640];
+    int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s\n", plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype);
+    if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
+        const bool fused = p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_BIAS);
+        used += snprintf(line + used, sizeof line - (size_t)used,
+                         "products: sm90 (%s), 128x256x64 tiles, 4 stages, pairs of CTAs; weights not 16-byte aligned or in scattered lists: sm80\n"
+                         "activation: %s\n",
+                         plan->why, fused ? "in the products (up 128x256, dh by a warpgroup of its own) where W1 and W2 are stored [out,in]" : "separate kernels, because it is not SwiGLU without bias");
+        if (fmoe_cuda_use_decode(&plan->shape, 1)) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to 64 tokens: weight-streaming decode kernels\n");
+    } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
+        used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n", p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
+                         *plan->why ? ", because: " : "", plan->why);
+    }
+    return (size_t)snprintf(text, n, "%s", line);
+}
+
+static const fmoe_backend table = {
+    FMOE_BACKEND_VERSION,
+    "cuda",
+    plan_init,
+    plan_fini,
+    bytes,
+    describe,
+    {route_forward, route_backward},
+    {permute_forward, permute_backward},
+    {unpermute_forward, unpermute_backward},
+    {gmm_forward, gmm_backward},
+    {activation_forward, activation_backward},
+    {experts_forward, experts_backward},
+};
+
+extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)
+{
+    if (!core || core->version != FMOE_BACKEND_VERSION || !core->fail) return nullptr;
+    fmoe_cuda_core = core;
+    return &table;
+}

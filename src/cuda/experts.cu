@@ -1,0 +1,468 @@
+// SPDX-License-Identifier: Apache-2.0
+// experts.cu - the layer: which buffers, which products, in which order.
+//
+// forward:  row map | up (gather, activation) | down | combine
+// backward: dh (gather, slope, p*a, dp) | dW2 | dW1 | dx rows | gather-sum
+//
+// Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows come later.
+#include "decode.cuh"
+#include "ops.cuh"
+#include "products.cuh"
+
+static constexpr size_t kAlign = 256;
+
+// ---- Buffers: one walk gives sizes and pointers ----
+
+static RowMap carve_map(fmoe_carve *c, int64_t R, int64_t rows, int64_t E)
+{
+    RowMap m = {};
+    m.off = (int *)fmoe_carve_take(c, E + 1, 4);
+    m.cnt = (int *)fmoe_carve_take(c, E, 4);
+    m.ntile = (int *)fmoe_carve_take(c, 1, 4);
+    m.tile = (int2 *)fmoe_carve_take(c, fmoe_cuda_tiles(R, E, FMOE_CUDA_TILE_M) + 1, 8);
+    m.slot = (int *)fmoe_carve_take(c, R, 4);
+    m.tok = (int *)fmoe_carve_take(c, rows, 4);
+    m.prob = (float *)fmoe_carve_take(c, rows, 4);
+    return m;
+}
+
+static void *take_rows(fmoe_carve *c, const Layer &l, int64_t cols)
+{
+    return fmoe_carve_take(c, l.rows, (size_t)cols * (l.dtype == FMOE_F32 ? 4 : 2));
+}
+
+struct Lists { // device copies of lists of matrices
+    MatEntry *w[3], *dw[3];
+};
+static Lists carve_lists(fmoe_carve *c, int64_t E, bool backward)
+{
+    Lists s = {};
+    for (int i = 0; i < 3; i++) s.w[i] = (MatEntry *)fmoe_carve_take(c, E, sizeof(MatEntry));
+    for (int i = 0; backward && i < 3; i++) s.dw[i] = (MatEntry *)fmoe_carve_take(c, E, sizeof(MatEntry));
+    return s;
+}
+
+struct Forward {
+    RowMap map;
+    Lists lists;
+    int *part;
+    void *a, *h, *y;
+};
+static Forward carve_forward(fmoe_carve *c, const Layer &l, bool map)
+{
+    Forward f = {};
+    f.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(l.R, l.E), 4);
+    f.lists = carve_lists(c, l.E, false);
+    if (map) f.map = carve_map(c, l.R, l.rows, l.E);
+    f.a = take_rows(c, l, l.I);
+    // h is used up when y is written; the decode path has y in f32
+    f.h = f.y = take_rows(c, l, fmoe_max(l.HC, fmoe_cuda_use_decode(&l.plan->shape, l.T) ? 2 * l.H : l.H));
+    return f;
+}
+
+struct Backward {
+    RowMap map; // of no tokens
+    Lists lists;
+    void *h, *dh, *dxr, *pa, *da;
+    float *dp;
+};
+static Backward carve_backward(fmoe_carve *c, const Layer &l, bool recompute)
+{
+    Backward b = {};
+    const size_t size = l.dtype == FMOE_F32 ? 4 : 2;
+    b.lists = carve_lists(c, l.E, true);
+    if (recompute) b.h = take_rows(c, l, l.HC);
+    b.dh = take_rows(c, l, l.HC);
+    b.dxr = take_rows(c, l, fmoe_max(l.H, 2 * l.I));
+    b.pa = b.dxr;
+    b.da = b.dxr ? (char *)b.dxr + (size_t)l.rows * (size_t)l.I * size : nullptr;
+    b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 63) / 64), 4);
+    if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
+    return b;
+}
+
+static Layer make_layer(const fmoe_plan_impl *p, int64_t T, cudaStream_t stream)
+{
+    Layer l = {};
+    l.plan = plan_of(p);
+    l.stream = stream;
+    l.dtype = p->d.dtype;
+    l.T = T;
+    l.H = p->d.H;
+    l.I = p->d.I;
+    l.HC = p->h_cols;
+    l.E = p->d.E;
+    l.k = p->d.k;
+    l.R = T * p->d.k;
+    l.rows = fmoe_cuda_rows(l.R, l.E, FMOE_CUDA_ALIGN);
+    l.status = FMOE_OK;
+    return l;
+}
+
+fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+{
+    if (T > (INT32_MAX - FMOE_CUDA_ALIGN * p->d.E) / p->d.k)
+        return FAIL(FMOE_ERR_OVERFLOW, "T = %lld times k = %lld routed rows do not fit the CUDA backend's 2^31", (long long)T, (long long)p->d.k);
+    const Layer l = make_layer(p, T, nullptr);
+    const bool recompute = p->d.flags & FMOE_RECOMPUTE;
+    fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = c;
+    if (pass == FMOE_FORWARD) carve_forward(&c, l, true);
+    else carve_backward(&c, l, recompute);
+    carve_map(&s, l.R, l.rows, l.E);
+    if (!recompute) take_rows(&s, l, l.HC);
+    if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
+    *workspace = fmoe_carve_bytes(&c);
+    *saved = fmoe_carve_bytes(&s);
+    return FMOE_OK;
+}
+
+// ---- Weights ----
+
+static Mat stack_mat(const fmoe_tensor *t)
+{
+    Mat m = {};
+    m.p = fmoe_data(t);
+    m.g = fmoe_stride(t, 0);
+    m.r = fmoe_stride(t, 1);
+    m.c = fmoe_stride(t, 2);
+    m.split = INT64_MAX;
+    return m;
+}
+
+// A list that is a stack after all: same strides, equal distances.
+static bool list_is_stack(const fmoe_tensor *list, int64_t E, size_t size, Mat *m)
+{
+    *m = Mat{};
+    m->p = fmoe_data(&list[0]);
+    m->r = fmoe_stride(&list[0], 0);
+    m->c = fmoe_stride(&list[0], 1);
+    m->split = INT64_MAX;
+    const intptr_t step = E > 1 ? (char *)fmoe_data(&list[1]) - (char *)m->p : 0;
+    if (step < 0 || step % (intptr_t)size) return false;
+    m->g = E > 1 ? step / (intptr_t)size : 0;
+    for (int64_t e = 0; e < E; e++)
+        if ((char *)fmoe_data(&list[e]) != (char *)m->p + e * step || fmoe_stride(&list[e], 0) != m->r || fmoe_stride(&list[e], 1) != m->c) return false;
+    return true;
+}
+
+static bool same_strides(const fmoe_tensor *a, const fmoe_tensor *b, int64_t E)
+{
+    for (int64_t e = 0; e < E; e++)
+        if (fmoe_stride(&a[e], 0) != fmoe_stride(&b[e], 0) || fmoe_stride(&a[e], 1) != fmoe_stride(&b[e], 1)) return false;
+    return true;
+}
+
+static Mat list_mat(const MatEntry *first, const MatEntry *second, int64_t split)
+{
+    Mat m = {};
+    m.list = first;
+    m.list2 = second;
+    m.split = second ? split : INT64_MAX;
+    return m;
+}
+
+// W1 (or its gradient) in the order of h: all gates, then all ups, or (l.mixed) as an interleaved stack has them.
+static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weights *w, MatEntry *const list[3], size_t size)
+{
+    Weight v = {};
+    v.rows = l.HC;
+    v.cols = l.H;
+    v.parts = p->gated ? 2 : 1;
+    if (w->w1) {
+        const Mat m = stack_mat(w->w1);
+        const bool inter = p->gated && (p->d.flags & FMOE_INTERLEAVED);
+        v.single = !inter || l.mixed;
+        v.strided = true;
+        v.whole = v.part[0] = v.part[1] = m;
+        v.part[1].p = (char *)m.p + (size_t)((inter ? 1 : l.I) * m.r) * size;
+        if (inter) v.part[0].r = v.part[1].r = 2 * m.r;
+        if (!v.single) {
+            v.whole.r = 2 * m.r;
+            v.whole.split = l.I;
+            v.whole.delta = m.r;
+        }
+        return v;
+    }
+    const fmoe_tensor *first = p->gated ? w->gate : w->up, *second = p->gated ? w->up : nullptr;
+    v.strided = (!first || list_is_stack(first, l.E, size, &v.part[0])) && (!second || list_is_stack(second, l.E, size, &v.part[1]));
+    if (!p->gated && v.strided) {
+        v.single = true;
+        v.whole = v.part[0];
+        return v;
+    }
+    if (first) rowmap_list(list[0], first, l.E, l.stream);
+    if (second) rowmap_list(list[1], second, l.E, l.stream);
+    v.whole = list_mat(first ? list[0] : nullptr, second ? list[1] : nullptr, l.I);
+    return v;
+}
+
+static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, size_t size)
+{
+    Weight v = {};
+    v.rows = l.H;
+    v.cols = l.I;
+    v.parts = 1;
+    v.single = v.strided = true;
+    if (w->w2) v.whole = stack_mat(w->w2);
+    else if (!list_is_stack(w->down, l.E, size, &v.whole)) {
+        v.single = v.strided = false;
+        rowmap_list(list, w->down, l.E, l.stream);
+        v.whole = list_mat(list, nullptr, 0);
+    }
+    v.part[0] = v.whole;
+    return v;
+}
+
+static fmoe_status check_lists(const Layer &l, const fmoe_weights *w)
+{
+    if (w->gate && w->up && !same_strides(w->gate, w->up, l.E))
+        return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: gate and up of one expert have different strides");
+    return FMOE_OK;
+}
+
+// Biases in the order of h.
+static Bias b1_bias(const Layer &l, const fmoe_plan_impl *p, const fmoe_tensor *b)
+{
+    Bias v = {};
+    v.split = INT64_MAX;
+    if (!b) return v;
+    const bool apart = p->gated && (p->d.flags & FMOE_INTERLEAVED) && !l.mixed;
+    v.p = fmoe_data(b);
+    v.g = fmoe_stride(b, 0);
+    v.n = (apart ? 2 : 1) * fmoe_stride(b, 1);
+    if (apart) v.split = l.I, v.delta = fmoe_stride(b, 1);
+    return v;
+}
+
+static Bias b2_bias(const fmoe_tensor *b)
+{
+    Bias v = {};
+    v.split = INT64_MAX;
+    if (!b) return v;
+    v.p = fmoe_data(b);
+    v.g = fmoe_stride(b, 0);
+    v.n = fmoe_stride(b, 1);
+    return v;
+}
+
+// ---- Passes ----
+
+static ActArgs act_args(const Layer &l, const fmoe_plan_impl *p, const void *h)
+{
+    ActArgs a = {};
+    a.act = p->d.act;
+    a.alpha = p->d.act_alpha;
+    a.limit = p->d.act_limit;
+    a.rows = l.rows;
+    a.rows_dev = l.map.off + l.E;
+    a.I = l.I;
+    a.h = h;
+    a.h_r = a.dh_r = l.HC;
+    a.h_i = a.dh_i = l.mixed ? 2 : 1;
+    a.h_u = a.dh_u = l.mixed ? 1 : l.I;
+    a.a_r = a.da_r = l.I;
+    return a;
+}
+
+// Whether the forward fuses the activation; if it does not, h takes the order of an interleaved stack. Forward and backward
+// decide this alike, from x and the weights.
+static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3], Weight *w1)
+{
+    const size_t size = fmoe_dtype_size(l.dtype);
+    *w1 = w1_weight(l, p, &a->w, list, size);
+    if (p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_BIAS) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
+    if (!w1->single && a->w.w1) {
+        l.mixed = true;
+        *w1 = w1_weight(l, p, &a->w, list, size);
+    }
+    return false;
+}
+
+static View tensor_view(const fmoe_tensor *t) { return View{fmoe_data(t), fmoe_tensor_dtype(t), fmoe_stride(t, 0), t->ndim > 1 ? fmoe_stride(t, 1) : 1}; }
+
+static void sort_rows(const Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, int *part)
+{
+    const View probs = tensor_view(a->weights);
+    SortArgs s = {};
+    s.ids = tensor_view(a->ids);
+    s.p = &probs;
+    s.T = l.T;
+    s.k = l.k;
+    s.E = l.E;
+    s.flags = p->d.flags;
+    s.align = FMOE_CUDA_ALIGN;
+    s.error = l.plan->error_dev;
+    RowMap m = l.map;
+    m.part = part;
+    rowmap_sort(s, m, l.stream);
+}
+
+static void combine(const Layer &l, const void *y, const View *p, const fmoe_tensor *out, int add)
+{
+    CombineArgs c = {};
+    c.T = l.T;
+    c.k = l.k;
+    c.H = l.H;
+    c.R = l.rows;
+    c.y = y;
+    c.y_r = l.H;
+    c.map = View{l.map.slot, -32, 1, 1};
+    c.p = p;
+    c.out = fmoe_data(out);
+    c.out_r = fmoe_stride(out, 0);
+    c.add = add;
+    combine_rows(l.dtype, c, l.stream);
+}
+
+fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
+{
+    const Plan *plan = plan_of(p);
+    DeviceScope scope(plan->device);
+    FMOE_TRY(plan_report(plan));
+    Layer l = make_layer(p, a->x->shape[0], stream_of(run));
+    FMOE_TRY(check_lists(l, &a->w));
+    if (l.T == 0) return FMOE_OK;
+    const size_t size = fmoe_dtype_size(l.dtype);
+    const bool recompute = p->d.flags & FMOE_RECOMPUTE;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kAlign);
+    Forward f = carve_forward(&c, l, !a->saved);
+    if (!a->saved && decode_run(p, a, run, f.a, (float *)f.y)) return fmoe_cuda_launched("experts forward (decode)");
+    if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
+    void *h = a->saved && !recompute ? take_rows(&s, l, l.HC) : nullptr;
+    l.map = f.map;
+    sort_rows(l, p, a, f.part);
+
+    Weight w1;
+    const bool fused = decide_fused(l, p, a, f.lists.w, &w1);
+    const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
+    const void *x = fmoe_data(a->x);
+    const int64_t ldx = fmoe_stride(a->x, 0);
+    if (fused) {
+        up_fused(l, x, ldx, w1, h, f.a);
+    } else {
+        if (!h) h = f.h;
+        up_product(l, x, ldx, w1, b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr), h);
+        ActArgs act = act_args(l, p, h);
+        act.a = f.a;
+        act_forward(l.dtype, p->gated, act, l.stream);
+    }
+    down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), f.y);
+    const View probs = tensor_view(a->weights);
+    combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
+    FMOE_TRY(l.status);
+    return fmoe_cuda_launched("experts forward");
+}
+
+static int grad_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F32; }
+
+static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, const Backward &b, int add, bool second)
+{
+    const fmoe_weights *dw = &a->dw;
+    const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
+    const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
+    const bool list = !dw->w1 && (dw->gate || dw->up);
+    if (second && (dw->w2 || dw->down)) {
+        const int f32 = grad_f32(dw->w2 ? dw->w2 : dw->down);
+        dw2_product(l, dout, ldd, b.pa, w2_weight(l, dw, b.lists.dw[2], f32 ? 4 : 2), f32, add);
+    }
+    if (!second && (dw->w1 || list)) {
+        const int f32 = grad_f32(dw->w1 ? dw->w1 : dw->gate ? dw->gate : dw->up);
+        dw1_product(l, b.dh, x, ldx, w1_weight(l, p, dw, b.lists.dw, f32 ? 4 : 2), f32, add);
+    }
+    ColsumArgs s = {};
+    s.E = l.E;
+    s.map_value = l.map;
+    s.a_dtype = l.dtype;
+    s.accumulate = add;
+    if (second && dw->b2) {
+        s.N = l.H;
+        s.a = dout;
+        s.a_r = ldd;
+        s.gather = l.map.tok;
+        s.prob = l.map.prob;
+        const Bias o = b2_bias(dw->b2);
+        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b2), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
+        colsum_rows(s, l.stream);
+    }
+    if (!second && dw->b1) {
+        s.N = l.HC;
+        s.a = b.dh;
+        s.a_r = l.HC;
+        const Bias o = b1_bias(l, p, dw->b1);
+        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b1), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
+        colsum_rows(s, l.stream);
+    }
+    return l.status;
+}
+
+fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
+{
+    const Plan *plan = plan_of(p);
+    DeviceScope scope(plan->device);
+    FMOE_TRY(plan_report(plan));
+    Layer l = make_layer(p, a->x->shape[0], stream_of(run));
+    FMOE_TRY(check_lists(l, &a->w));
+    const bool recompute = p->d.flags & FMOE_RECOMPUTE;
+    const int add = run->flags & FMOE_ACCUMULATE ? 1 : 0;
+    if (l.T == 0 && add) return FMOE_OK;
+
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kAlign);
+    const Backward b = carve_backward(&c, l, recompute);
+    l.map = carve_map(&s, l.R, l.rows, l.E);
+    void *h = recompute ? b.h : take_rows(&s, l, l.HC);
+    if (l.T == 0) { // the forward had nothing to write down: empty segments here, so that gradients become zero
+        l.map = b.map;
+        sort_rows(l, p, a, nullptr);
+    }
+
+    const fmoe_weights *dw = &a->dw;
+    Weight w1;
+    const bool fused = decide_fused(l, p, a, b.lists.w, &w1);
+    const Weight w2 = w2_weight(l, &a->w, b.lists.w[2], fmoe_dtype_size(l.dtype));
+    const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
+    const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
+    const bool bias = p->d.flags & FMOE_BIAS;
+    const bool any_dw1 = dw->w1 || dw->gate || dw->up || dw->b1, any_dw2 = dw->w2 || dw->down || dw->b2;
+
+    int parts = 1;
+    if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down) {
+        if (recompute) {
+            if (fused && !w1.single) up_fused(l, x, ldx, w1, h, b.pa);
+            else up_product(l, x, ldx, w1, b1_bias(l, p, bias ? a->w.b1 : nullptr), h);
+        }
+        if (fused && dh_fused_ok(l, dout, ldd, w2)) {
+            parts = dh_fused(l, dout, ldd, w2, h, b.dh, b.pa, b.dp);
+        } else {
+            da_product(l, dout, ldd, w2, b.da);
+            ActArgs act = act_args(l, p, h);
+            act.da = b.da;
+            act.dh = b.dh;
+            act.prob = l.map.prob;
+            act.pa = b.pa;
+            act.dp = a->dweights ? b.dp : nullptr;
+            act_backward(l.dtype, p->gated, act, l.stream);
+        }
+    }
+    if (a->dweights) {
+        DpArgs d = {};
+        d.T = l.T, d.k = l.k, d.H = l.H, d.E = l.E;
+        d.parts = parts;
+        d.pitch = l.rows;
+        d.dp = b.dp;
+        d.slot = l.map.slot;
+        d.ids = tensor_view(a->ids);
+        d.out = tensor_view(a->dweights);
+        d.dout = dout;
+        d.dout_r = ldd;
+        if (bias && a->w.b2) d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);
+        dp_reduce(l.dtype, d, l.stream);
+    }
+    if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true)); // before dx rows: p*a lies where they go
+    if (any_dw1) FMOE_TRY(weight_grads(l, p, a, b, add, false));
+    if (a->dx) {
+        dx_product(l, b.dh, w1, b.dxr);
+        combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);
+    }
+    FMOE_TRY(l.status);
+    return fmoe_cuda_launched("experts backward");
+}

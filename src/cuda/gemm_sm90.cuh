@@ -1,0 +1,556 @@
+// SPDX-License-Identifier: Apache-2.0
+// gemm_sm90.cuh - one persistent, warp-specialised kernel for all grouped products of the layer on Hopper.
+//
+// Warpgroup 0 loads (TMA, or a gather of token rows by cp.async), warpgroups 1 and 2 multiply, each 64 or 128 rows of the tile on its
+// own; a ring of shared-memory stages lies between them. In the fused backward a fourth warpgroup does the epilogue. Two CTAs form a
+// cluster and share the operand they have in common by multicast.
+//
+// Rows are grouped by expert in segments that begin at multiples of 16. A warp's results are blocks of 16 rows, and a contraction over
+// rows advances by 16, so no tile edge needs a mask: what lies past a segment is computed and not stored, or not multiplied at all.
+// Columns past the end are zero-filled and clipped by TMA.
+#pragma once
+#include "act.cuh"
+#include "sm90.cuh"
+#include "wgmma.cuh"
+
+enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };              // A_T*: the contraction runs over rows (weight gradients)
+enum BSource { B_KMAJOR, B_GLU, B_NMAJOR, B_T, B_T_GATHER };     // weights as stored [n,k], gate and up halves, [k,n]; rows
+enum Epilogue { EPI_STORE, EPI_GLU, EPI_DGLU, EPI_STORE_F32 };
+
+template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilogue EPI_> struct Config {
+    typedef T_ T;
+    static constexpr int BM = BM_, BN = BN_, STAGES = STAGES_;
+    static constexpr ASource A = A_;
+    static constexpr BSource B = B_;
+    static constexpr Epilogue EPI = EPI_;
+    static constexpr bool WGRAD = A >= A_T, GATHER_A = A == A_GATHER || A == A_T_GATHER, GATHER_B = B == B_T_GATHER, GATHER = GATHER_A || GATHER_B;
+    static constexpr bool EPI_WG = EPI == EPI_DGLU; // a warpgroup of its own does the epilogue
+    static constexpr int TA = WGRAD, TB = B >= B_NMAJOR;
+    static constexpr int WG_M = BM / 2, SUB = WG_M / 64; // rows of a consumer warpgroup
+    static constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
+    static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
+    static constexpr int THREADS = EPI_WG ? 512 : 384;
+    static constexpr int CONTROL = STAGES * STAGE + 8 * STAGING, SMEM = CONTROL + 256;
+    static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
+    static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
+    static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
+};
+
+struct Tile {
+    int e, part, m0, n0, steps, tail, row0, end; // steps of 64 in k and (weight gradients) `tail` more of 16
+    int share_a, share_b, live;
+};
+
+// Walks the tiles of this cluster: a fixed order, the same for every role, from the offsets alone.
+template <class C> struct Scheduler {
+    const Sm90Args &p;
+    int u, e = 0, base = 0;
+    DEV Scheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2) {}
+    static DEV void order(int r, int rows, int cols, int &m, int &n) // groups of rows; in a group columns outside, rows inside
+    {
+        const int g = r / (C::GROUP * cols), size = min(C::GROUP, rows - g * C::GROUP);
+        r -= g * C::GROUP * cols;
+        n = r / size;
+        m = g * C::GROUP + r % size;
+    }
+    DEV bool next(Tile &t)
+    {
+        const int cols = (p.N + C::COLS - 1) / C::COLS, rank = cluster_rank();
+        int m, n;
+        t.live = 1;
+        t.share_a = t.share_b = 0;
+        t.part = 0;
+        if constexpr (C::WGRAD) {
+            // A pair shares B and takes two row tiles; where B is gathered it shares A and takes two column tiles.
+            const int per_part = (p.M + C::BM - 1) / C::BM, rows = per_part * p.parts;
+            const int P = C::GATHER_B ? rows : (rows + 1) / 2, Q = C::GATHER_B ? (cols + 1) / 2 : cols;
+            e = u / (P * Q);
+            if (e >= p.E) return false;
+            order(u - e * P * Q, P, Q, m, n);
+            if (C::GATHER_B) {
+                n = 2 * n + rank;
+                t.share_a = 1;
+                if (n >= cols) n = cols - 1, t.live = 0;
+            } else {
+                m = 2 * m + rank;
+                t.share_b = 1;
+                if (m >= rows) m = rows - 1, t.live = 0;
+            }
+            const int count = __ldg(p.off + e + 1) - __ldg(p.off + e);
+            t.steps = count / 64;
+            t.tail = count % 64 / 16;
+            t.part = m / per_part;
+            t.m0 = t.row0 = (m - t.part * per_part) * C::BM;
+            t.end = p.M;
+            if (count == 0 && p.add) t.live = 0;
+        } else {
+            int tiles, units;
+            for (;;) {
+                if (e == p.E) return false;
+                tiles = (__ldg(p.off + e + 1) - __ldg(p.off + e) + C::BM - 1) / C::BM;
+                units = tiles / 2 * cols + (tiles & 1) * ((cols + 1) / 2);
+                if (u < base + units) break;
+                base += units;
+                e++;
+            }
+            const int r = u - base, P = tiles / 2;
+            if (r < P * cols) {
+                order(r, P, cols, m, n);
+                m = 2 * m + rank;
+                t.share_b = 1;
+            } else { // an odd last tile of rows: the pair shares it and takes two column tiles
+                m = tiles - 1;
+                n = 2 * (r - P * cols) + rank;
+                t.share_a = 1;
+                if (n >= cols) n = cols - 1, t.live = 0;
+            }
+            t.steps = p.k_steps * p.parts;
+            t.tail = 0;
+            t.m0 = t.row0 = __ldg(p.off + e) + m * C::BM;
+            t.end = __ldg(p.off + e + 1);
+        }
+        t.e = e;
+        t.n0 = n * C::COLS;
+        u += gridDim.x / 2;
+        return true;
+    }
+};
+
+// The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction.
+template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank)
+{
+    const uint32_t b = a + C::A_BYTES;
+    if constexpr (!C::GATHER_A) {
+#pragma unroll
+        for (int i = 0; i < C::BM / 64; i++) {
+            const int x = C::WGRAD ? t.m0 + 64 * i : k * 64, y = C::WGRAD ? t.part : part, z = C::WGRAD ? krow : t.m0 + 64 * i;
+            if (!t.share_a) tma_load(a + i * 8192, &p.a, bar, x, y, z);
+            else if (i % 2 == rank) tma_load_multicast(a + i * 8192, &p.a, bar, x, y, z, 3);
+        }
+    }
+    if constexpr (!C::GATHER_B) {
+        constexpr int BOXES = C::B <= B_GLU ? 2 : C::BN / 64, BYTES = C::B_BYTES / BOXES;
+#pragma unroll
+        for (int i = 0; i < BOXES; i++) {
+            if (t.share_b && i % 2 != rank) continue;
+            int x, y, z = t.e, which = part;
+            if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / 2);
+            if (C::B == B_GLU) x = k * 64, y = t.n0, which = i;
+            if (C::B == B_NMAJOR) x = t.n0 + 64 * i, y = k * 64;
+            if (C::B == B_T) x = t.n0 + 64 * i, y = 0, z = krow, which = 0;
+            if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, z, 3);
+            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, z);
+        }
+    }
+}
+
+struct Ring {
+    uint32_t base, full, empty; // of shared memory
+};
+
+template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring)
+{
+    if (threadIdx.x != 0) return;
+    const int rank = cluster_rank();
+    Scheduler<C> sched(p);
+    Tile t;
+    int s = 0, phase = 1;
+    while (sched.next(t)) {
+        const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? __ldg(p.off + t.e) : 0;
+        int part = 0, k = 0;
+        for (int i = 0; i < steps; i++) {
+            mbar_wait(ring.empty + 8 * s, phase);
+            mbar_expect(ring.full + 8 * s, C::TX_BYTES);
+            load_stage<C>(p, t, part, k, krow + 64 * i, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+            if (++k == p.k_steps && !C::WGRAD) k = 0, part++;
+            if (++s == C::STAGES) s = 0, phase ^= 1;
+        }
+    }
+}
+
+// Gather: 8 lanes copy 128 contiguous bytes of a row; a thread has the rows t/8 + 16 i, so its swizzle term is constant and every
+// shared address is one register plus an immediate. Addresses are ready before the slot is waited for; token ids come one tile (or,
+// in weight gradients, one step) ahead.
+template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
+{
+    typedef typename C::T T;
+    const int thread = threadIdx.x, rank = cluster_rank(), row = thread / 8, c = thread & 7, total = __ldg(p.off + p.E);
+    const uint32_t dst = ring.base + (C::GATHER_B ? C::A_BYTES : 0) + row * 128 + ((c ^ (row & 7)) << 4);
+    const T *x = (const T *)p.x + c * 8;
+    Scheduler<C> sched(p);
+    Tile t, ahead;
+    int s = 0, phase = 1;
+    auto begin = [&](int k, int krow) {
+        mbar_wait(ring.empty + 8 * s, phase);
+        if (thread == 0) {
+            mbar_expect(ring.full + 8 * s, C::TX_BYTES);
+            load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+        }
+    };
+    auto end = [&] {
+        cp_async_arrive(ring.full + 8 * s);
+        if (++s == C::STAGES) s = 0, phase ^= 1;
+    };
+    auto token = [&](int r) { return r < total ? p.tok[r] : 0; };
+    bool more = sched.next(ahead);
+    if constexpr (!C::WGRAD) {
+        int tok[8];
+        auto load_tokens = [&] {
+#pragma unroll
+            for (int i = 0; i < 8; i++) tok[i] = token(ahead.m0 + row + 16 * i);
+        };
+        if (more) load_tokens();
+        while (more) {
+            t = ahead;
+            const T *src[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) src[i] = x + (size_t)tok[i] * p.ldx;
+            more = sched.next(ahead);
+            if (more) load_tokens();
+            for (int k0 = 0; k0 < t.steps; k0 += 2) {
+#pragma unroll
+                for (int k = 0; k < 2; k++) {
+                    if (k0 + k >= t.steps) break;
+                    begin(k0 + k, 0);
+#pragma unroll
+                    for (int i = 0; i < 8; i++) cp_async16(dst + s * C::STAGE + i * 2048, src[i] + k * 64);
+                    end();
+                }
+#pragma unroll
+                for (int i = 0; i < 8; i++) src[i] += 128;
+            }
+        }
+    } else {
+        constexpr int BOXES = C::GATHER_B ? C::BN / 64 : C::BM / 64;
+        int tok[4], next[4];
+        auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) q[i] = token(__ldg(p.off + u.e) + 64 * k + row + 16 * i);
+        };
+        if (more) load_tokens(next, ahead, 0);
+        while (more) {
+            t = ahead;
+#pragma unroll
+            for (int i = 0; i < 4; i++) tok[i] = next[i];
+            more = sched.next(ahead);
+            if (more) load_tokens(next, ahead, 0);
+            const int steps = t.steps + (t.tail != 0), limit = C::GATHER_A ? p.M : p.N, c0 = C::GATHER_A ? t.m0 : t.n0;
+            int boxes = BOXES; // the last tile may reach past the row: what is there is not stored, but must not be read
+            if (c0 + BOXES * 64 > limit) boxes = (limit - c0) / 64;
+            const int krow = __ldg(p.off + t.e);
+            for (int k = 0; k < steps; k++) {
+                const T *src[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) src[i] = x + c0 + (size_t)tok[i] * p.ldx;
+                if (k + 1 < steps) load_tokens(tok, t, k + 1);
+                begin(k, krow + 64 * k);
+#pragma unroll
+                for (int b = 0; b < BOXES; b++)
+                    if (b < boxes)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) cp_async16(dst + s * C::STAGE + i * 2048 + b * 8192, src[i] + b * 64);
+                end();
+            }
+        }
+    }
+}
+
+// A consumer warp's results: staged in two 2 KB buffers in turn, stored by TMA, no barrier wider than the warp.
+template <class C> struct Stores {
+    uint32_t staging;
+    int lane;
+    uint32_t turn = 0;
+    template <class F> DEV void put(F write, const CUtensorMap *m, int x, int y, int z, bool add)
+    {
+        const uint32_t buffer = staging + (turn++ & 1) * 2048;
+        if (lane == 0) tma_wait_read<1>();
+        __syncwarp();
+        write(buffer);
+        fence_async();
+        __syncwarp();
+        if (lane == 0) {
+            if (add) tma_add(m, buffer, x, y, z);
+            else tma_store(m, buffer, x, y, z);
+            tma_commit();
+        }
+    }
+};
+
+template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (&acc)[C::SUB][C::BN / 2], int row_wg, int warp, int lane, Stores<C> &out)
+{
+    typedef typename C::T T;
+#pragma unroll
+    for (int sub = 0; sub < C::SUB; sub++) {
+        const int row = t.row0 + row_wg + sub * 64 + warp * 16;
+        if (row >= t.end) break;
+        float *v = acc[sub];
+        if constexpr (C::EPI == EPI_GLU) {
+#pragma unroll
+            for (int c = 0; c < C::BN / 128; c++) {
+                float *g = v + 32 * c, *u = v + C::BN / 4 + 32 * c;
+                if (p.keep_h) {
+                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h, t.n0 + 64 * c, 0, row, false);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h, t.n0 + 64 * c, 1, row, false);
+                }
+#pragma unroll
+                for (int i = 0; i < 32; i++) g[i] = g[i] * sigmoid_fast(g[i]) * u[i];
+                out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.d[0], t.n0 + 64 * c, 0, row, false);
+            }
+        } else if constexpr (C::EPI == EPI_STORE_F32) {
+#pragma unroll
+            for (int c = 0; c < C::BN / 32; c++)
+                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row, t.e, p.add);
+        } else {
+            if (!C::WGRAD && p.bias) {
+                const T *bias = (const T *)p.bias + (size_t)t.e * p.bias_g;
+#pragma unroll
+                for (int j = 0; j < C::BN / 8; j++) {
+                    const int n = t.n0 + 8 * j + lane % 4 * 2;
+                    const float b0 = n < p.N ? to_float(bias[n]) : 0.f, b1 = n + 1 < p.N ? to_float(bias[n + 1]) : 0.f;
+                    v[4 * j] += b0, v[4 * j + 1] += b1, v[4 * j + 2] += b0, v[4 * j + 3] += b1;
+                }
+            }
+#pragma unroll
+            for (int c = 0; c < C::BN / 64; c++)
+                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c,
+                        C::WGRAD ? row : 0, C::WGRAD ? t.e : row, C::WGRAD && p.add);
+        }
+    }
+}
+
+template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
+{
+    typedef typename C::T T;
+    const int wg = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row_wg = wg * C::WG_M;
+    const uint32_t staging = ring.base + C::STAGES * C::STAGE + (wg * 4 + warp) * C::STAGING;
+    Scheduler<C> sched(p);
+    Stores<C> out{staging, lane};
+    float acc[C::SUB][C::BN / 2];
+    int s = 0, phase = 0;
+    uint32_t handed = 0;
+    auto release = [&](int slot) {
+        if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
+    };
+    auto advance = [&] {
+        if (++s == C::STAGES) s = 0, phase ^= 1;
+    };
+    Tile t, ahead;
+    bool more = sched.next(ahead), known = true;
+    for (;;) {
+        if (!known) more = sched.next(ahead);
+        if (!more) break;
+        t = ahead;
+        known = false;
+        if (!t.live || t.row0 + row_wg >= t.end) { // nothing of this tile is ours
+            for (int k = t.steps + (t.tail != 0); k > 0; k--) {
+                mbar_wait(ring.full + 8 * s, phase);
+                release(s);
+                advance();
+            }
+            continue;
+        }
+        auto descriptors = [&](uint64_t &da, uint64_t &db) {
+            const uint32_t a = ring.base + s * C::STAGE, b = a + C::A_BYTES;
+            da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128);
+            db = C::TB ? descriptor_mn(b) : descriptor_k(b);
+        };
+        auto multiply = [&](uint64_t da, uint64_t db, int kk, int accumulate) {
+#pragma unroll
+            for (int m = 0; m < C::SUB; m++)
+                wgmma<T, C::BN, C::TA, C::TB>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * (C::TB ? 128 : 2), accumulate);
+        };
+        if (C::WGRAD && t.steps == 0)
+#pragma unroll
+            for (int m = 0; m < C::SUB; m++)
+#pragma unroll
+                for (int i = 0; i < C::BN / 2; i++) acc[m][i] = 0;
+        int last = 0;
+        for (int k = 0; k < t.steps; k++) {
+            mbar_wait(ring.full + 8 * s, phase);
+            if (C::GATHER) fence_async(); // cp.async wrote through the generic proxy
+            uint64_t da, db;
+            descriptors(da, db);
+            wgmma_fence();
+#pragma unroll
+            for (int kk = 0; kk < 4; kk++) multiply(da, db, kk, (k | kk) != 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (k) release(last);
+            last = s;
+            advance();
+        }
+        more = sched.next(ahead); // while the last products run
+        known = true;
+        wgmma_wait<0>();
+        if (t.steps) release(last);
+        if constexpr (C::WGRAD) {
+            if (t.tail) { // fewer than 64 rows are left: 16 at a time
+                mbar_wait(ring.full + 8 * s, phase);
+                if (C::GATHER) fence_async();
+                uint64_t da, db;
+                descriptors(da, db);
+                wgmma_fence();
+                multiply(da, db, 0, 1);
+                wgmma_commit();
+                wgmma_wait<0>();
+                if (t.tail == 2) {
+                    wgmma_fence();
+                    multiply(da, db, 1, 1);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                } else if (t.tail == 3) {
+                    wgmma_fence();
+                    multiply(da, db, 1, 1);
+                    multiply(da, db, 2, 1);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                }
+                release(s);
+                advance();
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < C::SUB; m++) wgmma_pin<C::BN / 2>(acc[m]);
+
+        if constexpr (C::EPI_WG) {
+            if (t.row0 + row_wg + warp * 16 < t.end) {
+                const uint32_t i = wg * 4 + warp;
+                mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1);
+#pragma unroll
+                for (int c = 0; c < C::BN / 64; c++) store_fragment<T>(staging + c * 2048, acc[0] + 32 * c, lane);
+                __syncwarp();
+                if (lane == 0) mbar_arrive(tile_full + 8 * i);
+            }
+        } else {
+            store_tile<C>(p, t, acc, row_wg, warp, lane, out);
+        }
+    }
+    if (!C::EPI_WG && lane == 0) tma_wait<0>();
+}
+
+// Epilogue warpgroup of the fused backward: from d = dout . W2 (rounded to 16 bits in shared memory) and h to dh, p*a and a part of
+// dp = <d, a>. Warp w takes the 16 rows of warp w of each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines.
+template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
+{
+    typedef typename C::T T;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
+    const T *h = (const T *)p.h_in;
+    T *dh = (T *)p.dh, *pa = (T *)p.pa;
+    Scheduler<C> sched(p);
+    Tile t;
+    uint32_t taken[2] = {0, 0};
+    constexpr int BLOCKS = C::BN / 64;
+    while (sched.next(t)) {
+        uint4 hg[4], hu[4];
+        auto load_h = [&](int wg, int c) {
+            if (t.n0 + 64 * c + lc >= p.N) return;
+            const T *q = h + (size_t)(t.row0 + wg * 64 + warp * 16 + lr) * 2 * p.N + t.n0 + 64 * c + lc;
+#pragma unroll
+            for (int i = 0; i < 4; i++, q += 8 * (size_t)p.N) hg[i] = __ldcs((const uint4 *)q), hu[i] = __ldcs((const uint4 *)(q + p.N));
+        };
+        const bool mine[2] = {t.live && t.row0 + warp * 16 < t.end, t.live && t.row0 + 64 + warp * 16 < t.end};
+        if (mine[0]) load_h(0, 0);
+#pragma unroll
+        for (int wg = 0; wg < 2; wg++) {
+            if (!mine[wg]) continue;
+            const int b = wg * 4 + warp, row = t.row0 + wg * 64 + warp * 16;
+            const uint32_t d = ring.base + C::STAGES * C::STAGE + b * C::STAGING;
+            float prob[4], dot[4] = {0, 0, 0, 0};
+#pragma unroll
+            for (int i = 0; i < 4; i++) prob[i] = p.prob[row + 4 * i + lr];
+            mbar_wait(tile_full + 8 * b, taken[wg]++ & 1);
+#pragma unroll
+            for (int c = 0; c < BLOCKS; c++) {
+                if (t.n0 + 64 * c >= p.N) break;
+                const bool inside = t.n0 + 64 * c + lc < p.N;
+                uint4 g4[4], u4[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) g4[i] = hg[i], u4[i] = hu[i];
+                if (c + 1 < BLOCKS && t.n0 + 64 * (c + 1) < p.N) load_h(wg, c + 1);
+                else if (wg == 0 && mine[1]) load_h(1, 0);
+                if (!inside) continue;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const uint4 X = load_shared16(row_address(d + c * 2048, i, lane));
+                    const uint32_t *xp = &X.x, *gp = &g4[i].x, *up = &u4[i].x;
+                    uint4 og, ou, oa;
+                    uint32_t *ogp = &og.x, *oup = &ou.x, *oap = &oa.x;
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const float2 x = unpack2<T>(xp[j]), g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
+                        const float sx = sigmoid_fast(g.x), sy = sigmoid_fast(g.y), lx = g.x * sx, ly = g.y * sy; // silu
+                        const float ax = lx * u.x, ay = ly * u.y, dx = x.x * prob[i], dy = x.y * prob[i];
+                        dot[i] += x.x * ax + x.y * ay;
+                        oap[j] = pack2<T>(ax * prob[i], ay * prob[i]);
+                        oup[j] = pack2<T>(dx * lx, dy * ly);
+                        ogp[j] = pack2<T>(dx * u.x * (sx + lx * (1.f - sx)), dy * u.y * (sy + ly * (1.f - sy)));
+                    }
+                    const size_t r = row + 4 * i + lr;
+                    T *o = dh + r * 2 * p.N + t.n0 + 64 * c + lc;
+                    *(uint4 *)o = og;
+                    *(uint4 *)(o + p.N) = ou;
+                    *(uint4 *)(pa + r * p.N + t.n0 + 64 * c + lc) = oa;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                dot[i] += __shfl_xor_sync(~0u, dot[i], 1);
+                dot[i] += __shfl_xor_sync(~0u, dot[i], 2);
+                dot[i] += __shfl_xor_sync(~0u, dot[i], 4);
+                if ((lane & 7) == 0) p.dp[(size_t)(t.n0 / C::BN) * p.dp_pitch + row + 4 * i + lr] = dot[i];
+            }
+            __syncwarp();
+            if (lane == 0) mbar_arrive(tile_empty + 8 * b);
+        }
+    }
+}
+
+template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_kernel(const __grid_constant__ Sm90Args p)
+{
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const uint32_t base = smem_u32(smem), control = base + C::CONTROL;
+    const Ring ring = {base, control, control + 64};
+    const uint32_t tile_full = control + 128, tile_empty = control + 192;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < C::STAGES; s++) {
+            mbar_init(ring.full + 8 * s, C::GATHER ? 129 : 1);
+            mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
+        }
+        for (int i = 0; i < 8; i++) mbar_init(tile_full + 8 * i, 1), mbar_init(tile_empty + 8 * i, 1);
+        fence_barrier_init();
+        if (!C::GATHER_A) tma_prefetch(&p.a);
+        if (!C::GATHER_B) tma_prefetch(&p.b[0]);
+        if (!C::EPI_WG) tma_prefetch(&p.d[0]);
+    }
+    depend_launch();
+    __syncthreads();
+    cluster_sync();
+    depend_wait();
+    if (threadIdx.x < 128) {
+        registers_down<C::REG_PRODUCER>();
+        if constexpr (C::GATHER) producer_gather<C>(p, ring);
+        else producer_tma<C>(p, ring);
+    } else if (!C::EPI_WG || threadIdx.x < 384) {
+        registers_up<C::REG_CONSUMER>();
+        consumer<C>(p, ring, tile_full, tile_empty);
+    } else if constexpr (C::EPI_WG) {
+        registers_up<C::REG_EPILOGUE>();
+        epilogue_dglu<C>(p, ring, tile_full, tile_empty);
+    }
+    __syncthreads();
+    cluster_sync();
+}
+
+// ---- Host ----
+
+template <class C> static cudaError_t sm90_setup_one()
+{
+    return cudaFuncSetAttribute(gemm_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, SM90_MAX_SMEM);
+}
+
+template <class C> static cudaError_t sm90_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
+{
+    static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
+    return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, C::SMEM, 2, stream, p);
+}

@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+// ops.cu - route, permute, unpermute, grouped matmul and activation behind the backend table.
+#include "ops.cuh"
+
+#include "route.cuh"
+
+static constexpr size_t kAlign = 256;
+
+static View view(const fmoe_tensor *t)
+{
+    if (!t) return View{};
+    return View{fmoe_data(t), fmoe_tensor_dtype(t), fmoe_stride(t, 0), t->ndim > 1 ? fmoe_stride(t, 1) : 1};
+}
+
+// What every run call begins with.
+#define BEGIN(p)                        \
+    const Plan *plan = plan_of(p);      \
+    DeviceScope scope(plan->device);    \
+    FMOE_TRY(plan_report(plan));        \
+    const cudaStream_t s = stream_of(run)
+
+// ---- route ----
+
+static RouteArgs route_args(const fmoe_plan_impl *p, const fmoe_route_args *a)
+{
+    RouteArgs r = {};
+    r.T = a->logits->shape[0];
+    r.E = p->d.E;
+    r.k = p->d.k;
+    r.rule = p->d.route;
+    r.flags = p->d.flags;
+    r.logits = view(a->logits);
+    r.ids = view(a->ids);
+    if (a->select_bias) r.bias = (const float *)fmoe_data(a->select_bias), r.bias_s = fmoe_stride(a->select_bias, 0);
+    r.error = plan_of(p)->error_dev;
+    return r;
+}
+
+fmoe_status route_forward(const fmoe_plan_impl *p, const fmoe_route_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    RouteArgs r = route_args(p, a);
+    r.weights = view(a->weights);
+    r.replay = (run->flags & FMOE_REPLAY) != 0;
+    if (a->bad_rows) {
+        r.bad_rows = fmoe_data(a->bad_rows);
+        cudaMemsetAsync(r.bad_rows, 0, 8, s);
+    }
+    route_run(r, true, s);
+    return fmoe_cuda_launched("route forward");
+}
+
+fmoe_status route_backward(const fmoe_plan_impl *p, const fmoe_route_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    RouteArgs r = route_args(p, a);
+    r.weights = view(a->dweights);
+    r.dlogits = view(a->dlogits);
+    route_run(r, false, s);
+    return fmoe_cuda_launched("route backward");
+}
+
+// ---- permute ----
+
+static RowMap carve_sort(fmoe_carve *c, int64_t R, int64_t E)
+{
+    RowMap m = {};
+    m.off = (int *)fmoe_carve_take(c, E + 1, 4);
+    m.cnt = (int *)fmoe_carve_take(c, E, 4);
+    m.slot = (int *)fmoe_carve_take(c, R, 4);
+    m.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(R, E), 4);
+    return m;
+}
+
+fmoe_status permute_forward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    SortArgs q = {};
+    q.ids = view(a->ids);
+    q.T = a->x->shape[0];
+    q.k = p->d.k;
+    q.E = p->d.E;
+    q.flags = p->d.flags;
+    q.align = 1;
+    q.error = plan->error_dev;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
+    const RowMap m = carve_sort(&c, q.T * q.k, q.E);
+    rowmap_sort_into(q, m, view(a->map), view(a->counts), s);
+    ScatterArgs g = {};
+    g.T = q.T, g.k = q.k, g.H = p->d.H, g.R = a->xp->shape[0];
+    g.x = fmoe_data(a->x);
+    g.x_r = fmoe_stride(a->x, 0);
+    g.map = View{m.slot, -32, 1, 1};
+    g.out = fmoe_data(a->xp);
+    g.out_r = fmoe_stride(a->xp, 0);
+    scatter_rows(p->d.dtype, g, s);
+    const int64_t size = (int64_t)fmoe_dtype_size(p->d.dtype);
+    zero_rows(g.out, g.R, g.H * size, g.out_r * size, m.off + q.E, s);
+    return fmoe_cuda_launched("permute forward");
+}
+
+static CombineArgs sum_args(const fmoe_plan_impl *p, const fmoe_tensor *rows, const fmoe_tensor *map, const fmoe_tensor *out)
+{
+    CombineArgs g = {};
+    g.T = out->shape[0], g.k = p->d.k, g.H = p->d.H;
+    g.R = map->shape[0];
+    if (rows) {
+        g.R = rows->shape[0];
+        g.y = fmoe_data(rows);
+        g.y_r = fmoe_stride(rows, 0);
+    }
+    g.map = view(map);
+    g.out = fmoe_data(out);
+    g.out_r = fmoe_stride(out, 0);
+    g.error = plan_of(p)->error_dev;
+    return g;
+}
+
+fmoe_status permute_backward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    combine_rows(p->d.dtype, sum_args(p, a->xp, a->map, a->x), s);
+    return fmoe_cuda_launched("permute backward");
+}
+
+fmoe_status unpermute_forward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    CombineArgs g = sum_args(p, a->y, a->map, a->out);
+    const View w = view(a->weights);
+    if (a->weights) g.p = &w;
+    combine_rows(p->d.dtype, g, s);
+    return fmoe_cuda_launched("unpermute forward");
+}
+
+fmoe_status unpermute_backward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    const CombineArgs g = sum_args(p, a->y, a->map, a->dout);
+    const View w = view(a->weights);
+    if (a->dy) {
+        ScatterArgs q = {};
+        q.T = g.T, q.k = g.k, q.H = g.H, q.R = a->dy->shape[0];
+        q.x = g.out;
+        q.x_r = g.out_r;
+        q.map = g.map;
+        q.p = a->weights ? &w : nullptr;
+        q.out = fmoe_data(a->dy);
+        q.out_r = fmoe_stride(a->dy, 0);
+        q.error = g.error;
+        const int64_t size = (int64_t)fmoe_dtype_size(p->d.dtype);
+        zero_rows(q.out, q.R, q.H * size, q.out_r * size, nullptr, s); // rows nobody maps to
+        scatter_rows(p->d.dtype, q, s);
+    }
+    if (a->dweights) dot_rows(p->d.dtype, g, view(a->dweights), s);
+    return fmoe_cuda_launched("unpermute backward");
+}
+
+// ---- grouped matmul ----
+
+static RowMap carve_groups(fmoe_carve *c, int64_t R, int64_t E)
+{
+    RowMap m = {};
+    m.off = (int *)fmoe_carve_take(c, E + 1, 4);
+    m.cnt = (int *)fmoe_carve_take(c, E, 4);
+    m.ntile = (int *)fmoe_carve_take(c, 1, 4);
+    m.tile = (int2 *)fmoe_carve_take(c, fmoe_cuda_tiles(R, E, FMOE_CUDA_TILE_M) + 1, 8);
+    return m;
+}
+
+fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+{
+    (void)pass;
+    fmoe_carve c = fmoe_carve_begin(nullptr, kAlign);
+    const int64_t k = p->d.op == FMOE_OP_PERMUTE ? p->d.k : 1;
+    if (T > INT32_MAX / k) return FAIL(FMOE_ERR_OVERFLOW, "T = %lld rows do not fit the CUDA backend's 2^31", (long long)T);
+    if (p->d.op == FMOE_OP_PERMUTE) carve_sort(&c, T * k, p->d.E);
+    if (p->d.op == FMOE_OP_GROUPED_MATMUL) carve_groups(&c, T, p->d.E);
+    if (c.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld does not fit 64 bits", (long long)T);
+    *workspace = fmoe_carve_bytes(&c);
+    *saved = 0;
+    return FMOE_OK;
+}
+
+static Mat matrix(const fmoe_tensor *t, int first) // the two dimensions from `first` on
+{
+    Mat m = {};
+    m.p = fmoe_data(t);
+    m.g = first ? fmoe_stride(t, 0) : 0;
+    m.r = fmoe_stride(t, first);
+    m.c = fmoe_stride(t, first + 1);
+    m.split = INT64_MAX;
+    return m;
+}
+
+// One set of groups: all of them over the row map, or one group of a list.
+struct Groups {
+    const fmoe_tensor *x, *w, *bias, *y, *dy, *dx, *dw, *dbias;
+    int stacked; // w, bias, dw and dbias have a leading dimension
+    RowMap map;
+    int64_t E;
+};
+
+static GemmArgs gmm_args(const Groups &g, int64_t R)
+{
+    GemmArgs a = {};
+    a.E = g.E;
+    a.R = R;
+    a.map_value = g.map;
+    return a;
+}
+
+static int is_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F32; }
+
+static void gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
+{
+    GemmArgs a = gmm_args(g, g.x->shape[0]);
+    a.A = matrix(g.x, 0);
+    a.B = matrix(g.w, g.stacked);
+    a.b_rows_are_k = 1;
+    a.D = matrix(g.y, 0);
+    a.K = g.w->shape[g.stacked];
+    a.N = g.w->shape[g.stacked + 1];
+    a.out_f32 = is_f32(g.y);
+    if (g.bias) {
+        a.bias = fmoe_data(g.bias);
+        a.bias_dtype = fmoe_tensor_dtype(g.bias);
+        a.bias_g = g.stacked ? fmoe_stride(g.bias, 0) : 0;
+        a.bias_n = fmoe_stride(g.bias, g.stacked);
+        a.bias_split = INT64_MAX;
+    }
+    gemm_sm80(p->d.dtype, a, s);
+}
+
+static void gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, cudaStream_t s)
+{
+    const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = g.x->shape[0];
+    const int add = (flags & FMOE_ACCUMULATE) != 0;
+    if (g.dx) {
+        GemmArgs a = gmm_args(g, R);
+        a.A = matrix(g.dy, 0);
+        a.a_f32 = is_f32(g.dy);
+        a.B = matrix(g.w, g.stacked);
+        a.D = matrix(g.dx, 0);
+        a.K = N;
+        a.N = K;
+        a.out_f32 = is_f32(g.dx);
+        a.accumulate = (flags & FMOE_ADD_DX) != 0;
+        gemm_sm80(p->d.dtype, a, s);
+        if (g.map.off && !a.accumulate) {
+            const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
+            zero_rows(a.D.p, R, K * size, a.D.r * size, g.map.off + g.E, s);
+        }
+    }
+    if (g.dw) {
+        GemmArgs a = gmm_args(g, R);
+        a.wgrad = 1;
+        a.A = matrix(g.x, 0);
+        a.B = matrix(g.dy, 0);
+        a.b_f32 = is_f32(g.dy);
+        a.D = matrix(g.dw, g.stacked);
+        a.M = g.dw->shape[g.stacked];
+        a.N = g.dw->shape[g.stacked + 1];
+        a.out_f32 = is_f32(g.dw);
+        a.accumulate = add;
+        gemm_sm80(p->d.dtype, a, s);
+    }
+    if (g.dbias) {
+        ColsumArgs a = {};
+        a.E = g.E;
+        a.N = g.dbias->shape[g.stacked];
+        a.rows = R;
+        a.a = fmoe_data(g.dy);
+        a.a_dtype = fmoe_tensor_dtype(g.dy);
+        a.a_r = fmoe_stride(g.dy, 0);
+        a.map_value = g.map;
+        a.out = fmoe_data(g.dbias);
+        a.out_dtype = fmoe_tensor_dtype(g.dbias);
+        a.accumulate = add;
+        a.out_g = g.stacked ? fmoe_stride(g.dbias, 0) : 0;
+        a.out_n = fmoe_stride(g.dbias, g.stacked);
+        a.out_split = INT64_MAX;
+        colsum_rows(a, s);
+    }
+}
+
+static const fmoe_tensor *nth(const fmoe_tensor *t, int64_t i) { return t ? t + i : nullptr; }
+
+static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward)
+{
+    BEGIN(p);
+    if (a->list) {
+        for (int64_t i = 0; i < p->d.E; i++) {
+            const Groups g = {nth(a->x, i), nth(a->w, i), nth(a->bias, i), nth(a->y, i), nth(a->dy, i), nth(a->dx, i), nth(a->dw, i), nth(a->dbias, i), 0, {}, 1};
+            if (forward) gmm_forward_groups(p, g, s);
+            else gmm_backward_groups(p, g, run->flags, s);
+        }
+        return fmoe_cuda_launched("grouped matmul");
+    }
+    const int64_t R = a->x->shape[0];
+    Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, 1, {}, p->d.E};
+    if (a->sizes) {
+        fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
+        g.map = carve_groups(&c, R, p->d.E);
+        rowmap_from_sizes(view(a->sizes), p->d.E, R, a->cumulative, g.map, plan->error_dev, s);
+    }
+    if (forward) gmm_forward_groups(p, g, s);
+    else gmm_backward_groups(p, g, run->flags, s);
+    return fmoe_cuda_launched("grouped matmul");
+}
+
+fmoe_status gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run) { return gmm_run(p, a, run, true); }
+fmoe_status gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run) { return gmm_run(p, a, run, false); }
+
+// ---- activation ----
+
+static ActArgs act_args(const fmoe_plan_impl *p, const fmoe_activation_args *a)
+{
+    const bool inter = p->d.flags & FMOE_INTERLEAVED;
+    ActArgs v = {};
+    v.act = p->d.act;
+    v.alpha = p->d.act_alpha;
+    v.limit = p->d.act_limit;
+    v.rows = a->h->shape[0];
+    v.I = p->d.I;
+    v.h = fmoe_data(a->h);
+    v.h_r = fmoe_stride(a->h, 0);
+    v.h_i = v.dh_i = p->gated && inter ? 2 : 1;
+    v.h_u = v.dh_u = inter ? 1 : p->d.I;
+    if (!p->gated) v.h_u = v.dh_u = 0;
+    return v;
+}
+
+fmoe_status activation_forward(const fmoe_plan_impl *p, const fmoe_activation_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    ActArgs v = act_args(p, a);
+    v.a = fmoe_data(a->a);
+    v.a_r = fmoe_stride(a->a, 0);
+    act_forward(p->d.dtype, p->gated, v, s);
+    return fmoe_cuda_launched("activation forward");
+}
+
+fmoe_status activation_backward(const fmoe_plan_impl *p, const fmoe_activation_args *a, const fmoe_run *run)
+{
+    BEGIN(p);
+    ActArgs v = act_args(p, a);
+    v.da = fmoe_data(a->da);
+    v.da_r = fmoe_stride(a->da, 0);
+    v.dh = fmoe_data(a->dh);
+    v.dh_r = fmoe_stride(a->dh, 0);
+    act_backward(p->d.dtype, p->gated, v, s);
+    return fmoe_cuda_launched("activation backward");
+}

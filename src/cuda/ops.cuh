@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// ops.cuh - the operations behind the backend table.
+#pragma once
+#include "common.cuh"
+
+// The plan's device is current inside a call; the caller's is restored.
+struct DeviceScope {
+    int before = -1;
+    explicit DeviceScope(int device)
+    {
+        if (cudaGetDevice(&before) != cudaSuccess || before == device) before = -1;
+        else cudaSetDevice(device);
+    }
+    ~DeviceScope()
+    {
+        if (before >= 0) cudaSetDevice(before);
+    }
+};
+
+// FMOE_ERR_INDEX when an earlier call on this plan met a bad id, size or map entry.
+fmoe_status plan_report(const Plan *plan);
+
+fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
+fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
+
+fmoe_status experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
+fmoe_status experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
+fmoe_status route_forward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);
+fmoe_status route_backward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);
+fmoe_status permute_forward(const fmoe_plan_impl *, const fmoe_permute_args *, const fmoe_run *);
+fmoe_status permute_backward(const fmoe_plan_impl *, const fmoe_permute_args *, const fmoe_run *);
+fmoe_status unpermute_forward(const fmoe_plan_impl *, const fmoe_unpermute_args *, const fmoe_run *);
+fmoe_status unpermute_backward(const fmoe_plan_impl *, const fmoe_unpermute_args *, const fmoe_run *);
+fmoe_status gmm_forward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmoe_run *);
+fmoe_status gmm_backward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmoe_run *);
+fmoe_status activation_forward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
+fmoe_status activation_backward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);

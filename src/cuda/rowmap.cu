@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+// rowmap.cu - from ids to rows: a stable counting sort by expert, on the device, without atomics in the result.
+//
+// Three launches: count the experts of each block of slots; scan (blocks, then experts); place. A fourth fills the pad rows,
+// which repeat a row of their own expert with weight 0: their gradients are exact zeros and they bring in no other token.
+#include "common.cuh"
+
+static constexpr int kSortThreads = 256, kSortWarps = 8, kSub = 1024; // slots a block takes at a time
+static constexpr int kScanThreads = 1024;
+
+DEV void report(DeviceError *error, uint32_t code, int64_t index, int64_t value)
+{
+    if (!error) return;
+    error->index = index;
+    error->value = value;
+    __threadfence_system();
+    error->code = code;
+}
+
+// The expert of a slot, or -1: skipped or out of range.
+DEV int slot_expert(const View &ids, int64_t i, int64_t k, int64_t E, uint32_t flags, DeviceError *error)
+{
+    const int64_t id = load_int(ids.p, ids.dtype, i / k * ids.s0 + i % k * ids.s1);
+    if (id >= 0 && id < E) return (int)id;
+    const bool skip = (id == -1 && (flags & FMOE_SKIP_NEG1)) || (id == E && (flags & FMOE_SKIP_E));
+    if (!skip) report(error, DEVERR_ID, i, id);
+    return -1;
+}
+
+__global__ void sort_count(View ids, int64_t R, int64_t k, int E, uint32_t flags, int chunk, int *part, DeviceError *error)
+{
+    extern __shared__ int hist[];
+    depend_wait();
+    depend_launch();
+    for (int e = threadIdx.x; e < E; e += blockDim.x) hist[e] = 0;
+    __syncthreads();
+    const int64_t first = (int64_t)blockIdx.x * chunk, last = min(R, first + chunk);
+    for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) {
+        const int e = slot_expert(ids, i, k, E, flags, error);
+        if (e >= 0) atomicAdd(&hist[e], 1); // integer counts: order does not matter
+    }
+    __syncthreads();
+    for (int e = threadIdx.x; e < E; e += blockDim.x) part[(int64_t)blockIdx.x * E + e] = hist[e];
+}
+
+// Inclusive sum over the block of a pair (rows, tiles) packed in 64 bits.
+DEV int64_t block_scan(int64_t v, int64_t *shared)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int64_t o = __shfl_up_sync(~0u, v, d);
+        if (lane >= d) v += o;
+    }
+    if (lane == 31) shared[warp] = v;
+    __syncthreads();
+    if (warp == 0) {
+        int64_t w = lane < (int)blockDim.x / 32 ? shared[lane] : 0;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int64_t o = __shfl_up_sync(~0u, w, d);
+            if (lane >= d) w += o;
+        }
+        shared[lane] = w;
+    }
+    __syncthreads();
+    if (warp) v += shared[warp - 1];
+    return v;
+}
+
+// Offsets, counts and tiles from per-expert counts; all threads of the one block call it, `count(e)` gives the count.
+template <class F> DEV void layout(int E, int align, const RowMap &m, int64_t *shared, F count)
+{
+    int64_t carry = 0; // rows in the low, tiles in the high half
+    for (int e0 = 0; e0 < E; e0 += blockDim.x) {
+        const int e = e0 + threadIdx.x, n = e < E ? count(e) : 0;
+        const int rows = (n + align - 1) / align * align, tiles = (n + FMOE_CUDA_TILE_M - 1) / FMOE_CUDA_TILE_M;
+        const int64_t own = (int64_t)tiles << 32 | rows, sum = block_scan(own, shared) + carry;
+        const int64_t before = sum - own;
+        if (e < E) {
+            m.off[e] = (int)before;
+            m.cnt[e] = n;
+            const int t0 = (int)(before >> 32);
+            if (m.tile)
+                for (int i = 0; i < tiles; i++) m.tile[t0 + i] = make_int2(e, (int)before + i * FMOE_CUDA_TILE_M);
+        }
+        __syncthreads();
+        if (threadIdx.x == blockDim.x - 1) shared[32] = sum;
+        __syncthreads();
+        carry = shared[32];
+    }
+    if (threadIdx.x == 0) {
+        m.off[E] = (int)carry;
+        if (m.ntile) *m.ntile = (int)(carry >> 32);
+    }
+}
+
+// One block. part[b][e] becomes the number of rows of expert e in the blocks before b.
+__global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int align, RowMap m, View counts)
+{
+    __shared__ int64_t shared[33];
+    __shared__ int sums[kScanThreads];
+    depend_wait();
+    depend_launch();
+    // With few experts several threads share one: thread (g, e) sums its share of the blocks.
+    int G = 1;
+    while (G * 2 * E <= kScanThreads && G < 32) G *= 2;
+    for (int e0 = 0; e0 < E; e0 += kScanThreads) {
+        const int e = e0 + (int)threadIdx.x % (G == 1 ? kScanThreads : E), g = G == 1 ? 0 : (int)threadIdx.x / E;
+        const bool on = e < E && g < G;
+        const int per = (blocks + G - 1) / G, b0 = min(blocks, g * per), b1 = min(blocks, b0 + per);
+        int sum = 0;
+        if (on)
+#pragma unroll 8
+            for (int b = b0; b < b1; b++) sum += m.part[(int64_t)b * E + e];
+        sums[threadIdx.x] = sum;
+        __syncthreads();
+        int run = 0;
+        if (on) {
+            for (int q = 0; q < g; q++) run += sums[q * E + e];
+#pragma unroll 8
+            for (int b = b0; b < b1; b++) {
+                const int n = m.part[(int64_t)b * E + e];
+                m.part[(int64_t)b * E + e] = run;
+                run += n;
+            }
+            if (g == G - 1) m.cnt[e] = run;
+        }
+        __syncthreads();
+    }
+    layout(E, align, m, shared, [&](int e) { return m.cnt[e]; });
+    if (counts.p)
+        for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
+}
+
+__global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, int64_t R, int64_t k, int E, uint32_t flags,
+                                                           int chunk, int warps, RowMap m)
+{
+    extern __shared__ int next[]; // [warps][E]: the next row of each expert for each warp
+    depend_wait();
+    depend_launch();
+    const int w = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
+    for (int64_t base = begin; base < end; base += kSub) {
+        const int per = kSub / warps; // slots a warp takes, in order
+        int ex[kSub / 32];
+        for (int e = threadIdx.x; e < warps * E; e += blockDim.x) next[e] = 0;
+        __syncthreads();
+        int *mine = next + (int64_t)w * E;
+        if (w < warps)
+            for (int r = 0; r < per / 32; r++) {
+                const int64_t i = base + w * per + r * 32 + lane;
+                const int e = i < end ? slot_expert(ids, i, k, E, flags, nullptr) : -1;
+                ex[r] = e;
+                const unsigned same = __match_any_sync(~0u, e);
+                if (e >= 0 && lane == __ffs(same) - 1) mine[e] += __popc(same);
+                __syncwarp();
+            }
+        __syncthreads();
+        int *part = m.part + (int64_t)blockIdx.x * E;
+        for (int e = threadIdx.x; e < E; e += blockDim.x) {
+            int run = m.off[e] + part[e];
+            for (int q = 0; q < warps; q++) {
+                const int n = next[(int64_t)q * E + e];
+                next[(int64_t)q * E + e] = run;
+                run += n;
+            }
+            part[e] = run - m.off[e];
+        }
+        __syncthreads();
+        if (w < warps)
+            for (int r = 0; r < per / 32; r++) {
+                const int64_t i = base + w * per + r * 32 + lane;
+                const int e = ex[r];
+                const unsigned same = __match_any_sync(~0u, e);
+                int row = -1;
+                if (e >= 0) row = mine[e] + __popc(same & ((1u << lane) - 1));
+                __syncwarp();
+                if (e >= 0 && lane == __ffs(same) - 1) mine[e] += __popc(same);
+                __syncwarp();
+                if (i >= end) continue;
+                if (m.slot) m.slot[i] = row;
+                if (out.p) store_int(out.p, out.dtype, i * out.s0, row);
+                if (row < 0) continue;
+                if (m.tok) m.tok[row] = (int)(i / k);
+                if (m.prob) m.prob[row] = p.p ? load_float(p.p, p.dtype, i / k * p.s0 + i % k * p.s1) : 1.f;
+            }
+        __syncthreads();
+    }
+}
+
+__global__ void sort_pads(RowMap m, int E)
+{
+    depend_wait();
+    depend_launch();
+    const int e = blockIdx.x, n = m.cnt[e], first = m.off[e], r = first + n + (int)threadIdx.x;
+    if (r >= m.off[e + 1]) return;
+    m.tok[r] = m.tok[first + (int)threadIdx.x % n];
+    m.prob[r] = 0;
+}
+
+static int sort_blocks(int64_t R, int chunk) { return (int)((R + chunk - 1) / chunk); }
+
+size_t rowmap_part_count(int64_t R, int64_t E) { return (size_t)sort_blocks(R, fmoe_cuda_sort_chunk(R)) * (size_t)E; }
+
+static int place_warps(int64_t E)
+{
+    int warps = kSortWarps;
+    while (warps > 1 && (int64_t)warps * E * 4 > 48 * 1024) warps /= 2;
+    return warps;
+}
+
+void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s)
+{
+    const int64_t R = a.T * a.k;
+    const int E = (int)a.E, chunk = fmoe_cuda_sort_chunk(R), blocks = sort_blocks(R, chunk), warps = place_warps(E);
+    const View none = {}, p = a.p ? *a.p : none;
+    if (blocks) launch_overlapped(sort_count, dim3(blocks), kSortThreads, E * 4, 1, s, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
+    launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
+    if (!blocks) return;
+    launch_overlapped(sort_place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, warps, m);
+    if (a.align > 1) launch_overlapped(sort_pads, dim3(E), (unsigned)a.align, 0, 1, s, m, E);
+}
+
+void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }
+
+// ---- Groups given by sizes (grouped matmul) ----
+
+// The size of a group, or -1 when it is out of range.
+DEV int group_size(const View &sizes, int e, int64_t R, int cumulative)
+{
+    if (!sizes.p) return (int)R;
+    int64_t n = load_int(sizes.p, sizes.dtype, e * sizes.s0);
+    if (cumulative && e) n -= load_int(sizes.p, sizes.dtype, (e - 1) * sizes.s0);
+    return n >= 0 && n <= R ? (int)n : -1;
+}
+
+// One block. Sizes that are negative or add up to more than R make all groups empty: nothing is computed.
+__global__ void __launch_bounds__(kScanThreads) sizes_scan(View sizes, int E, int64_t R, int cumulative, RowMap m, DeviceError *error)
+{
+    __shared__ int64_t shared[33], total;
+    __shared__ int bad;
+    if (threadIdx.x == 0) bad = 0;
+    __syncthreads();
+    int64_t own = 0;
+    for (int e = threadIdx.x; e < E; e += blockDim.x) {
+        const int n = group_size(sizes, e, R, cumulative);
+        if (n >= 0) own += n;
+        else {
+            bad = 1;
+            report(error, DEVERR_SIZE, e, load_int(sizes.p, sizes.dtype, e * sizes.s0));
+        }
+    }
+    const int64_t sum = block_scan(own, shared);
+    if (threadIdx.x == blockDim.x - 1) total = sum;
+    __syncthreads();
+    if (threadIdx.x == 0 && total > R) {
+        bad = 1;
+        report(error, DEVERR_SIZE, E - 1, total);
+    }
+    __syncthreads();
+    const bool none = bad;
+    layout(E, 1, m, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); });
+}
+
+void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s)
+{
+    sizes_scan<<<1, kScanThreads, 0, s>>>(sizes, (int)E, R, cumulative, m, error);
+}
+
+// ---- A list of matrices: pointers travel as launch parameters, so that nothing is copied from pageable memory ----
+
+struct ListPart {
+    MatEntry entry[160];
+};
+
+__global__ void list_write(const __grid_constant__ ListPart part, MatEntry *dst, int n)
+{
+    if ((int)threadIdx.x < n) dst[threadIdx.x] = part.entry[threadIdx.x];
+}
+
+void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t s)
+{
+    for (int64_t i = 0; i < n; i += 160) {
+        ListPart part = {};
+        const int now = (int)fmoe_min(160, n - i);
+        for (int j = 0; j < now; j++) {
+            const fmoe_tensor *t = list + i + j;
+            part.entry[j].p = fmoe_data(t);
+            part.entry[j].r = fmoe_stride(t, 0);
+            part.entry[j].c = t->ndim > 1 ? fmoe_stride(t, 1) : 1;
+        }
+        list_write<<<1, 160, 0, s>>>(part, dst + i, now);
+    }
+}

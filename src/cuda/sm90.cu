@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// sm90.cu - tensor maps and the table of Hopper products.
+#include "sm90.cuh"
+
+cudaError_t sm90_setup_gather();
+cudaError_t sm90_setup_rows();
+cudaError_t sm90_setup_dh();
+cudaError_t sm90_setup_wgrad();
+cudaError_t sm90_launch_gather(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
+cudaError_t sm90_launch_rows(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
+cudaError_t sm90_launch_dh(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
+cudaError_t sm90_launch_wgrad(Sm90Product, int dtype, int f32, Sm90Args &, int sms, cudaStream_t);
+
+typedef CUresult (*EncodeFn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
+                             const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
+                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver is reached through the runtime, so that the library links neither.
+static EncodeFn encoder()
+{
+    static const EncodeFn fn = [] {
+        void *f = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &found) != cudaSuccess ||
+            found != cudaDriverEntryPointSuccess)
+            f = nullptr;
+        cudaGetLastError();
+        return (EncodeFn)f;
+    }();
+    return fn;
+}
+
+bool sm90_driver() { return encoder() != nullptr; }
+
+bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3])
+{
+    const int64_t size = dtype == FMOE_F32 ? 4 : 2;
+    const CUtensorMapDataType type = dtype == FMOE_F32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : dtype == FMOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    cuuint64_t d[3], s[2];
+    cuuint32_t b[3], one[3] = {1, 1, 1};
+    for (int i = 0; i < 3; i++) {
+        if (dim[i] < 1 || dim[i] > ((int64_t)1 << 31)) return false;
+        d[i] = (cuuint64_t)dim[i];
+        b[i] = (cuuint32_t)box[i];
+    }
+    for (int i = 0; i < 2; i++) {
+        int64_t bytes = stride[i + 1] * size;
+        if (dim[i + 1] == 1 && (bytes % 16 || bytes < 16)) bytes = (dim[0] * size + 15) / 16 * 16; // not used
+        if (bytes % 16 || bytes < 1) return false;
+        s[i] = (cuuint64_t)bytes;
+    }
+    if (stride[0] != 1 || (uintptr_t)p % 16) return false;
+    return encoder()(map, type, 3, (void *)p, d, s, b, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert)
+{
+    const cuuint64_t dim[5] = {(cuuint64_t)H, 8, 2, (cuuint64_t)(I / 8), (cuuint64_t)E};
+    int64_t bytes[4] = {row * 2, half * 2, row * 16, expert * 2};
+    if (E == 1 && (bytes[3] < 16 || bytes[3] % 16)) bytes[3] = row * 2 * I; // not used
+    cuuint64_t stride[4];
+    for (int i = 0; i < 4; i++) {
+        if (bytes[i] % 16 || bytes[i] < 16 || bytes[i] >= (int64_t)1 << 40) return false;
+        stride[i] = (cuuint64_t)bytes[i];
+    }
+    const cuuint32_t box[5] = {64, 8, 2, 8, 1}, one[5] = {1, 1, 1, 1, 1};
+    if ((uintptr_t)gate % 16 || I % 8) return false;
+    return encoder()(map, dtype == FMOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, (void *)gate, dim, stride, box, one,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+cudaError_t sm90_setup()
+{
+    cudaError_t e = sm90_setup_gather();
+    if (e == cudaSuccess) e = sm90_setup_rows();
+    if (e == cudaSuccess) e = sm90_setup_dh();
+    return e == cudaSuccess ? sm90_setup_wgrad() : e;
+}
+
+cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream)
+{
+    switch (product) {
+    case SM90_UP_GLU:
+    case SM90_GATHER_K:
+    case SM90_GATHER_N: return sm90_launch_gather(product, dtype, args, sms, stream);
+    case SM90_ROWS_K:
+    case SM90_ROWS_N: return sm90_launch_rows(product, dtype, args, sms, stream);
+    case SM90_DH_192:
+    case SM90_DH_128: return sm90_launch_dh(product, dtype, args, sms, stream);
+    default: return sm90_launch_wgrad(product, dtype, f32, args, sms, stream);
+    }
+}

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// sm90.cuh - the Hopper products as the layer sees them: arguments, and one entry a product.
+#pragma once
+#include "common.cuh"
+
+#include <cuda.h>
+
+static constexpr size_t SM90_MAX_SMEM = 232448;
+
+struct Sm90Args {
+    CUtensorMap a;          // rows {column, part, row}
+    CUtensorMap a16;        // the same in boxes of 16 rows
+    CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up); or rows as a
+    CUtensorMap d[2];       // results: rows {column, part, row}; weight gradients {n, m, expert}, one a part
+    CUtensorMap h;          // forward with activation: h {column, gate or up, row}
+    const int *off;         // [E+1]
+    const int *tok;         // gather: token of each row
+    const void *x;          // gather: the tokens, row pitch ldx
+    size_t ldx;
+    const void *bias;       // [E, N] contiguous rows, or NULL
+    size_t bias_g;
+    const float *prob;      // fused backward
+    const void *h_in;
+    void *dh, *pa;
+    float *dp;              // [parts of N][dp_pitch]
+    size_t dp_pitch;
+    int E, M, N;            // M: rows of a part of a weight gradient
+    int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
+    int add, keep_h;
+    int tokens;             // tokens on the N side (tokens_sm90.cuh)
+};
+
+enum Sm90Product {
+    SM90_UP_GLU,        // gathered rows x [gate | up], SwiGLU; h and a
+    SM90_GATHER_K,      // gathered rows x weights [n, k]
+    SM90_GATHER_N,      // gathered rows x weights [k, n]
+    SM90_ROWS_K,        // rows x weights [n, k]
+    SM90_ROWS_N,        // rows x weights [k, n]
+    SM90_DH_192,        // gathered dout x W2 with the backward of SwiGLU; dh, p*a, parts of dp; column tiles of 192
+    SM90_DH_128,        // and of 128
+    SM90_WGRAD_GATHER_A, // D[e] = gather(x)^T rows
+    SM90_WGRAD_GATHER_B, // D[e] = rows^T gather(x)
+    SM90_PRODUCTS
+};
+
+// f32: results of a weight gradient in f32.
+cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream);
+cudaError_t sm90_setup();
+
+// A 3-D tensor map of 16-bit (or f32) elements, 128-byte swizzle; strides in elements. False: the driver refuses it.
+bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3]);
+// W1's gates and ups in turns of 8: {k, 8 rows, gate or up, groups, expert}; up lies `half` elements after gate.
+bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert);
+bool sm90_driver(); // the encoder is there

@@ -1,0 +1,480 @@
+// SPDX-License-Identifier: Apache-2.0
+// tokens_sm90.cuh - rows times weights with the tokens on the N side of wgmma: D^T[feature, token] = W[feature, k] X[token, k]^T.
+//
+// A tile is 256 features by any multiple of 16 tokens up to MAX_N, so that an expert's rows are cut into equal pieces and nothing is
+// multiplied in vain: with 64-row granularity on the M side the ragged ends cost 6 % at 1024 rows an expert and 25 % at 256.
+// Roles, ring and multicast as in gemm_sm90.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
+// expert has one piece only, two tiles of features. Results pass through shared memory transposed, 48 tokens at a time.
+#pragma once
+#include "act.cuh"
+#include "sm90.cuh"
+#include "wgmma.cuh"
+
+enum WeightSource { W_KMAJOR, W_GLU, W_NMAJOR }; // [feature, k]; the same, 8 gates and 8 ups in turn; [k, feature]
+enum TokenEpilogue { TOK_STORE, TOK_GLU, TOK_DGLU };
+
+template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
+    typedef T_ T;
+    static constexpr WeightSource W = W_;
+    static constexpr bool GATHER = GATHER_;
+    static constexpr TokenEpilogue EPI = EPI_;
+    static constexpr bool EPI_WG = EPI == TOK_DGLU;
+    static constexpr int STAGES = 4, MAX_UNITS = EPI_WG ? 6 : 9, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
+    static constexpr int TA = W == W_NMAJOR;
+    static constexpr int COLS = W == W_GLU ? 128 : 256; // features of the result in a tile
+    static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
+    static constexpr int PIECE = 3;                                             // units staged at a time
+    static constexpr int STAGING = EPI_WG ? 2 * MAX_N * 128 : 2 * PIECE * 2048; // bytes of a consumer warpgroup
+    static constexpr int THREADS = EPI_WG ? 512 : 384;
+    static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, SMEM = CONTROL + 256;
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 88 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 208 : 232, REG_EPILOGUE = 152;
+    static constexpr int GROUP = 8;
+};
+
+struct TokenTile {
+    int e, n0, row0, units, share, live;
+};
+
+template <class C> struct TokenScheduler {
+    const Sm90Args &p;
+    int u, e = 0, base = 0;
+    DEV TokenScheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2) {}
+    DEV bool next(TokenTile &t)
+    {
+        const int tiles = (p.N + C::COLS - 1) / C::COLS, rank = cluster_rank();
+        int units, first, pieces, work;
+        for (;;) {
+            if (e == p.E) return false;
+            first = __ldg(p.off + e);
+            units = (__ldg(p.off + e + 1) - first) / 16;
+            pieces = units <= C::MAX_UNITS ? units != 0 : (units + 2 * C::MAX_UNITS - 1) / (2 * C::MAX_UNITS) * 2;
+            work = pieces == 1 ? (tiles + 1) / 2 : pieces / 2 * tiles;
+            if (u < base + work) break;
+            base += work;
+            e++;
+        }
+        int r = u - base, n, m = 0;
+        t.live = 1;
+        t.share = pieces > 1;
+        if (pieces == 1) {
+            n = 2 * r + rank;
+            if (n >= tiles) n = tiles - 1, t.live = 0;
+        } else { // groups of pairs of pieces; in a group features outside, pieces inside
+            const int pairs = pieces / 2, g = r / (C::GROUP * tiles), size = min(C::GROUP, pairs - g * C::GROUP);
+            r -= g * C::GROUP * tiles;
+            n = r / size;
+            m = 2 * (g * C::GROUP + r % size) + rank;
+        }
+        const int begin = m * units / pieces, end = (m + 1) * units / pieces;
+        t.e = e;
+        t.n0 = n * C::COLS;
+        t.row0 = first + begin * 16;
+        t.units = end - begin;
+        u += gridDim.x / 2;
+        return true;
+    }
+};
+
+struct TokenRing {
+    uint32_t base, full, empty;
+};
+
+DEV void tma_load5_to(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, int g, int e, bool both)
+{
+    const int zero = 0;
+    if (both)
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e), "h"((uint16_t)3) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(dst), "l"(m), "r"(bar), "r"(x),
+                     "r"(zero), "r"(g), "r"(e) : "memory");
+}
+
+// Weights of one stage, and the tokens where they lie in order.
+template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank)
+{
+    constexpr int BOXES = C::W == W_NMAJOR ? 4 : 2, BYTES = C::A_BYTES / BOXES;
+#pragma unroll
+    for (int i = 0; i < BOXES; i++) {
+        if (t.share && i % 2 != rank) continue;
+        if constexpr (C::W == W_GLU) tma_load5_to(a + i * BYTES, &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
+        else {
+            const int x = C::W == W_KMAJOR ? k * 64 : t.n0 + 64 * i, y = C::W == W_KMAJOR ? t.n0 + 128 * i : k * 64;
+            if (t.share) tma_load_multicast(a + i * BYTES, &p.b[part], bar, x, y, t.e, 3);
+            else tma_load(a + i * BYTES, &p.b[part], bar, x, y, t.e);
+        }
+    }
+    if constexpr (!C::GATHER) {
+        const uint32_t b = a + C::A_BYTES;
+        int u = 0;
+        for (; u + 4 <= t.units; u += 4) tma_load(b + u * 2048, &p.a, bar, k * 64, part, t.row0 + 16 * u);
+        for (; u < t.units; u++) tma_load(b + u * 2048, &p.a16, bar, k * 64, part, t.row0 + 16 * u);
+    }
+}
+
+template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
+{
+    typedef typename C::T T;
+    const int thread = threadIdx.x, rank = cluster_rank();
+    TokenScheduler<C> sched(p);
+    int s = 0, phase = 1;
+    if constexpr (!C::GATHER) {
+        if (thread != 0) return;
+        TokenTile t;
+        while (sched.next(t)) {
+            const uint32_t bytes = C::A_BYTES + t.units * 2048;
+            for (int part = 0; part < p.parts; part++)
+                for (int k = 0; k < p.k_steps; k++) {
+                    mbar_wait(ring.empty + 8 * s, phase);
+                    mbar_expect(ring.full + 8 * s, bytes);
+                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+                    if (++s == C::STAGES) s = 0, phase ^= 1;
+                }
+        }
+    } else {
+        // As in gemm_sm90.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
+        const int row = thread / 8, c = thread & 7;
+        const uint32_t dst = ring.base + C::A_BYTES + row * 128 + ((c ^ (row & 7)) << 4);
+        const T *x = (const T *)p.x + c * 8;
+        TokenTile t, ahead;
+        int tok[C::MAX_UNITS];
+        auto load_tokens = [&] {
+#pragma unroll
+            for (int i = 0; i < C::MAX_UNITS; i++)
+                if (i < ahead.units) tok[i] = p.tok[ahead.row0 + row + 16 * i];
+        };
+#pragma unroll
+        for (int i = 0; i < C::MAX_UNITS; i++) tok[i] = 0;
+        bool more = sched.next(ahead);
+        if (more) load_tokens();
+        while (more) {
+            t = ahead;
+            const T *src[C::MAX_UNITS];
+#pragma unroll
+            for (int i = 0; i < C::MAX_UNITS; i++) src[i] = x + (size_t)tok[i] * p.ldx;
+            more = sched.next(ahead);
+            if (more) load_tokens();
+            for (int k = 0; k < p.k_steps; k++) {
+                mbar_wait(ring.empty + 8 * s, phase);
+                if (thread == 0) {
+                    mbar_expect(ring.full + 8 * s, C::A_BYTES);
+                    token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+                }
+#pragma unroll
+                for (int i = 0; i < C::MAX_UNITS; i++)
+                    if (i < t.units) {
+                        cp_async16(dst + s * C::STAGE + i * 2048, src[i]);
+                        src[i] += 64;
+                    }
+                cp_async_arrive(ring.full + 8 * s);
+                if (++s == C::STAGES) s = 0, phase ^= 1;
+            }
+        }
+    }
+}
+
+DEV void bar_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
+DEV void stmatrix4_t(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// Where this lane's row of a transposed 16 x 16 block goes: 16 tokens of 128 bytes, `unit` = 16-byte column of matrices 0 and 1,
+// `second` of 2 and 3.
+DEV uint32_t block_address(uint32_t base, int unit, int second, int lane)
+{
+    const int token = (lane & 7) + (lane >> 3 & 1) * 8, u = lane >> 4 ? second : unit;
+    return base + token * 128 + ((u ^ (token & 7)) << 4);
+}
+
+template <class C> struct TokenConsumer {
+    typedef typename C::T T;
+    const Sm90Args &p;
+    const TokenRing ring;
+    const int wg, warp, lane;
+    const uint32_t staging;
+    int s = 0, phase = 0;
+    uint32_t turn = 0;
+    float acc[2][C::MAX_N / 2];
+
+    DEV TokenConsumer(const Sm90Args &args, TokenRing r)
+        : p(args), ring(r), wg(threadIdx.x / 128 - 1), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING)
+    {
+    }
+    DEV void release(int slot)
+    {
+        if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
+    }
+    DEV void advance()
+    {
+        if (++s == C::STAGES) s = 0, phase ^= 1;
+    }
+    template <int UNITS> DEV void multiply(int steps)
+    {
+        int last = 0;
+        for (int k = 0; k < steps; k++) {
+            mbar_wait(ring.full + 8 * s, phase);
+            if (C::GATHER) fence_async();
+            const uint32_t a = ring.base + s * C::STAGE + wg * 16384, b = ring.base + s * C::STAGE + C::A_BYTES;
+            const uint64_t da = C::TA ? descriptor_mn(a) : descriptor_k(a), db = descriptor_k(b);
+            wgmma_fence();
+#pragma unroll
+            for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+                for (int m = 0; m < 2; m++) wgmma<T, 16 * UNITS, C::TA, 0>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * 2, (k | kk) != 0);
+            wgmma_commit();
+            wgmma_wait<1>();
+            if (k) release(last);
+            last = s;
+            advance();
+        }
+        wgmma_wait<0>();
+        release(last);
+#pragma unroll
+        for (int m = 0; m < 2; m++) wgmma_pin<8 * UNITS>(acc[m]);
+    }
+    DEV void multiply_any(int units, int steps)
+    {
+        switch (units) {
+        case 1: return multiply<1>(steps);
+        case 2: return multiply<2>(steps);
+        case 3: return multiply<3>(steps);
+        case 4: return multiply<4>(steps);
+        case 5: return multiply<5>(steps);
+        case 6: return multiply<6>(steps);
+        }
+        if constexpr (C::MAX_UNITS > 6) {
+            if (units == 7) return multiply<7>(steps);
+            if (units == 8) return multiply<8>(steps);
+            multiply<9>(steps);
+        }
+    }
+    // Up to PIECE units of 64 features: write(buffer of the unit, index of the unit) by every warp, then one TMA store a unit.
+    template <class F> DEV void put(const TokenTile &t, int first, const CUtensorMap *m, int x, int y, F write)
+    {
+        const uint32_t buffer = staging + (turn++ & 1) * (C::PIECE * 2048);
+        if (warp == 0 && lane == 0) tma_wait_read<1>();
+        bar_sync(1 + wg, 128);
+#pragma unroll
+        for (int u = 0; u < C::PIECE; u++)
+            if (first + u < t.units) write(buffer + u * 2048, u);
+        fence_async();
+        bar_sync(1 + wg, 128);
+        if (warp == 0 && lane == 0) {
+            for (int u = 0; u < C::PIECE; u++)
+                if (first + u < t.units) tma_store(m, buffer + u * 2048, x, y, t.row0 + 16 * (first + u));
+            tma_commit();
+        }
+    }
+    DEV void store(const TokenTile &t)
+    {
+        if constexpr (C::EPI == TOK_GLU) {
+            const int x = t.n0 + 64 * wg;
+#pragma unroll
+            for (int piece = 0; piece < C::MAX_UNITS / C::PIECE; piece++) {
+                if (piece * C::PIECE >= t.units) break;
+                const int j0 = piece * C::PIECE * 2; // blocks of 8 tokens
+                auto half = [&](int h) {
+                    return [=](uint32_t b, int u) {
+                        const float *v = acc[0] + 4 * (j0 + 2 * u) + 2 * h, *w = acc[1] + 4 * (j0 + 2 * u) + 2 * h;
+                        stmatrix4_t(block_address(b, warp, warp + 4, lane), pack2<T>(v[0], v[1]), pack2<T>(v[4], v[5]), pack2<T>(w[0], w[1]), pack2<T>(w[4], w[5]));
+                    };
+                };
+                if (p.keep_h) {
+                    put(t, piece * C::PIECE, &p.h, x, 0, half(0));
+                    put(t, piece * C::PIECE, &p.h, x, 1, half(1));
+                }
+                put(t, piece * C::PIECE, &p.d[0], x, 0, [&](uint32_t b, int u) {
+                    uint32_t r[4];
+#pragma unroll
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int h = 0; h < 2; h++) {
+                            const float *v = acc[m] + 4 * (j0 + 2 * u + h);
+                            r[2 * m + h] = pack2<T>(v[0] * sigmoid_fast(v[0]) * v[2], v[1] * sigmoid_fast(v[1]) * v[3]);
+                        }
+                    stmatrix4_t(block_address(b, warp, warp + 4, lane), r[0], r[1], r[2], r[3]);
+                });
+            }
+        } else {
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const int x = t.n0 + 128 * wg + 64 * m;
+                float lo = 0, hi = 0;
+                if (p.bias) {
+                    const T *bias = (const T *)p.bias + (size_t)t.e * p.bias_g;
+                    const int f = x + 16 * warp + lane / 4;
+                    if (f < p.N) lo = to_float(bias[f]);
+                    if (f + 8 < p.N) hi = to_float(bias[f + 8]);
+                }
+#pragma unroll
+                for (int piece = 0; piece < C::MAX_UNITS / C::PIECE; piece++) {
+                    if (piece * C::PIECE >= t.units) break;
+                    put(t, piece * C::PIECE, &p.d[0], x, 0, [&](uint32_t b, int u) {
+                        const float *v = acc[m] + 8 * (piece * C::PIECE + u);
+                        stmatrix4_t(block_address(b, 2 * warp, 2 * warp + 1, lane), pack2<T>(v[0] + lo, v[1] + lo), pack2<T>(v[4] + lo, v[5] + lo),
+                                    pack2<T>(v[2] + hi, v[3] + hi), pack2<T>(v[6] + hi, v[7] + hi));
+                    });
+                }
+            }
+        }
+    }
+    // The whole tile in 16 bits for the epilogue warpgroup: [2][MAX_N tokens][64 features].
+    DEV void hand_over(const TokenTile &t, uint32_t tile_full)
+    {
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int u = 0; u < C::MAX_UNITS; u++)
+                if (u < t.units) {
+                    const float *v = acc[m] + 8 * u;
+                    stmatrix4_t(block_address(staging + m * C::MAX_N * 128 + u * 2048, 2 * warp, 2 * warp + 1, lane), pack2<T>(v[0], v[1]), pack2<T>(v[4], v[5]), pack2<T>(v[2], v[3]),
+                                pack2<T>(v[6], v[7]));
+                }
+        __syncwarp();
+        if (lane == 0) mbar_arrive(tile_full + 8 * wg);
+    }
+    DEV void run(uint32_t tile_full, uint32_t tile_empty)
+    {
+        TokenScheduler<C> sched(p);
+        const int steps = p.k_steps * p.parts;
+        TokenTile t;
+        uint32_t handed = 0;
+        while (sched.next(t)) {
+            if (!t.live) {
+                for (int k = 0; k < steps; k++) {
+                    mbar_wait(ring.full + 8 * s, phase);
+                    release(s);
+                    advance();
+                }
+                continue;
+            }
+            multiply_any(t.units, steps);
+            if constexpr (C::EPI_WG) {
+                mbar_wait(tile_empty + 8 * wg, (handed++ & 1) ^ 1);
+                hand_over(t, tile_full);
+            } else store(t);
+        }
+        if (!C::EPI_WG && warp == 0 && lane == 0) tma_wait<0>();
+    }
+};
+
+// From d = W2^T dout (16 bits, in shared memory) and h to dh, p*a and parts of dp = <d, a>. A warp takes blocks of 16 tokens x 64
+// columns in turn; 8 lanes of 16 bytes are one row of a block, so whole 128-byte lines are read and written.
+template <class C> DEV void token_epilogue(const Sm90Args &p, TokenRing ring, uint32_t tile_full, uint32_t tile_empty)
+{
+    typedef typename C::T T;
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
+    const T *h = (const T *)p.h_in;
+    T *dh = (T *)p.dh, *pa = (T *)p.pa;
+    TokenScheduler<C> sched(p);
+    TokenTile t;
+    uint32_t taken = 0;
+    while (sched.next(t)) {
+        if (!t.live) continue;
+        uint4 hg[4], hu[4];
+        // Block i of this warp: half m = i / units of the 128 features of warpgroup wg, unit i % units.
+        auto load_h = [&](int wg, int i) {
+            const int m = i >= t.units, col = t.n0 + 128 * wg + 64 * m + lc;
+            if (col >= p.N) return;
+            const T *q = h + (size_t)(t.row0 + 16 * (i - m * t.units) + lr) * 2 * p.N + col;
+#pragma unroll
+            for (int j = 0; j < 4; j++, q += 8 * (size_t)p.N) hg[j] = __ldcs((const uint4 *)q), hu[j] = __ldcs((const uint4 *)(q + p.N));
+        };
+        const int blocks = 2 * t.units;
+        if (warp < blocks) load_h(0, warp);
+        for (int wg = 0; wg < 2; wg++) {
+            mbar_wait(tile_full + 8 * wg, taken & 1);
+            for (int i = warp; i < blocks; i += 4) {
+                const int m = i >= t.units, unit = i - m * t.units, col = t.n0 + 128 * wg + 64 * m + lc, row = t.row0 + 16 * unit;
+                const uint32_t d = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + m * C::MAX_N * 128 + unit * 2048;
+                uint4 g4[4], u4[4];
+                float prob[4], dot[4] = {0, 0, 0, 0};
+#pragma unroll
+                for (int j = 0; j < 4; j++) g4[j] = hg[j], u4[j] = hu[j], prob[j] = p.prob[row + 4 * j + lr];
+                if (i + 4 < blocks) load_h(wg, i + 4);
+                else if (wg == 0) load_h(1, warp);
+                if (col < p.N)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const uint4 X = load_shared16(row_address(d, j, lane));
+                        const uint32_t x4[4] = {X.x, X.y, X.z, X.w}, gw[4] = {g4[j].x, g4[j].y, g4[j].z, g4[j].w}, uw[4] = {u4[j].x, u4[j].y, u4[j].z, u4[j].w};
+                        uint32_t og[4], ou[4], oa[4];
+#pragma unroll
+                        for (int q = 0; q < 4; q++) {
+                            const float2 x = unpack2<T>(x4[q]), g = unpack2<T>(gw[q]), u = unpack2<T>(uw[q]);
+                            const float sx = sigmoid_fast(g.x), sy = sigmoid_fast(g.y), lx = g.x * sx, ly = g.y * sy; // silu
+                            const float ax = lx * u.x, ay = ly * u.y, dx = x.x * prob[j], dy = x.y * prob[j];
+                            dot[j] += x.x * ax + x.y * ay;
+                            oa[q] = pack2<T>(ax * prob[j], ay * prob[j]);
+                            ou[q] = pack2<T>(dx * lx, dy * ly);
+                            og[q] = pack2<T>(dx * u.x * (sx + lx * (1.f - sx)), dy * u.y * (sy + ly * (1.f - sy)));
+                        }
+                        const size_t r = row + 4 * j + lr;
+                        T *o = dh + r * 2 * p.N + col;
+                        *(uint4 *)o = make_uint4(og[0], og[1], og[2], og[3]);
+                        *(uint4 *)(o + p.N) = make_uint4(ou[0], ou[1], ou[2], ou[3]);
+                        *(uint4 *)(pa + r * p.N + col) = make_uint4(oa[0], oa[1], oa[2], oa[3]);
+                    }
+                if (t.n0 + 128 * wg + 64 * m < p.N)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        dot[j] += __shfl_xor_sync(~0u, dot[j], 1);
+                        dot[j] += __shfl_xor_sync(~0u, dot[j], 2);
+                        dot[j] += __shfl_xor_sync(~0u, dot[j], 4);
+                        if ((lane & 7) == 0) p.dp[(size_t)(t.n0 / 64 + 2 * wg + m) * p.dp_pitch + row + 4 * j + lr] = dot[j];
+                    }
+            }
+            __syncwarp();
+            if (lane == 0) mbar_arrive(tile_empty + 8 * wg);
+        }
+        taken++;
+    }
+}
+
+template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_kernel(const __grid_constant__ Sm90Args p)
+{
+    extern __shared__ __align__(1024) uint8_t smem[];
+    const uint32_t base = smem_u32(smem), control = base + C::CONTROL;
+    const TokenRing ring = {base, control, control + 64};
+    const uint32_t tile_full = control + 128, tile_empty = control + 192;
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < C::STAGES; s++) {
+            mbar_init(ring.full + 8 * s, C::GATHER ? 129 : 1);
+            mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
+        }
+        for (int i = 0; i < 2; i++) mbar_init(tile_full + 8 * i, 4), mbar_init(tile_empty + 8 * i, 4);
+        fence_barrier_init();
+        tma_prefetch(&p.b[0]);
+        if (!C::EPI_WG) tma_prefetch(&p.d[0]);
+    }
+    depend_launch();
+    __syncthreads();
+    cluster_sync();
+    depend_wait();
+    if (threadIdx.x < 128) {
+        registers_down<C::REG_PRODUCER>();
+        token_producer<C>(p, ring);
+    } else if (!C::EPI_WG || threadIdx.x < 384) {
+        registers_up<C::REG_CONSUMER>();
+        TokenConsumer<C>(p, ring).run(tile_full, tile_empty);
+    } else if constexpr (C::EPI_WG) {
+        registers_up<C::REG_EPILOGUE>();
+        token_epilogue<C>(p, ring, tile_full, tile_empty);
+    }
+    __syncthreads();
+    cluster_sync();
+}
+
+// ---- Host ----
+
+template <class C> static cudaError_t tokens_setup_one()
+{
+    static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
+    return cudaFuncSetAttribute(tokens_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM);
+}
+
+template <class C> static cudaError_t tokens_launch_one(const Sm90Args &p, int sms, cudaStream_t stream)
+{
+    return launch_overlapped(tokens_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, C::SMEM, 2, stream, p);
+}

@@ -1,0 +1,59 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * tune.c - tile and path choice. No CUDA header is included here. */
+#include "tune.h"
+
+#include "fusedmoe.h"
+
+fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why)
+{
+    *why = "Hopper: wgmma and TMA";
+    if (s->cc != 90) {
+        *why = "not compute capability 9.0";
+        return FMOE_PATH_SM80;
+    }
+    if (s->dtype != FMOE_BF16 && s->dtype != FMOE_F16) {
+        *why = "f32 runs on plain multiply-adds";
+        return FMOE_PATH_SM80;
+    }
+    if (s->H % 64 != 0) {
+        *why = "H is not a multiple of 64";
+        return FMOE_PATH_SM80;
+    }
+    if (s->I % 8 != 0) {
+        *why = "I is not a multiple of 8";
+        return FMOE_PATH_SM80;
+    }
+    return FMOE_PATH_SM90;
+}
+
+int64_t fmoe_cuda_rows(int64_t R, int64_t E, int64_t align)
+{
+    const int64_t used = R < E ? R : E;
+    const int64_t rows = R + used * (align - 1);
+    return (rows + align - 1) / align * align;
+}
+
+int64_t fmoe_cuda_tiles(int64_t R, int64_t E, int64_t tile)
+{
+    const int64_t used = R < E ? R : E;
+    return R / tile + used;
+}
+
+int fmoe_cuda_dh_tile(int64_t I)
+{
+    const int64_t wide = (I + 191) / 192 * 192, narrow = (I + 127) / 128 * 128;
+    return wide * 100 <= narrow * 104 ? 192 : 128; /* 192 is about 4 % faster per column */
+}
+
+int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
+{
+    const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;
+    return T >= 1 && T <= 64 && T * s->k <= 1024 && half && s->gated && s->H % 128 == 0 && s->I % 64 == 0 && s->E <= 4096 && s->cc >= 80;
+}
+
+int fmoe_cuda_sort_chunk(int64_t R)
+{
+    const int64_t per = (R + 511) / 512;
+    const int64_t chunk = (per + 1023) / 1024 * 1024;
+    return (int)(chunk < 1024 ? 1024 : chunk);
+}

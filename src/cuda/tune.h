@@ -1,0 +1,47 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * tune.h - which path and which tile serve a layer on a CUDA device. Plain C: tested without a GPU. */
+#ifndef FMOE_CUDA_TUNE_H
+#define FMOE_CUDA_TUNE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { FMOE_CUDA_ALIGN = 16 };  /* an expert's segment of rows begins at a multiple of this */
+enum { FMOE_CUDA_TILE_M = 64 }; /* rows of a tile of the general kernels */
+
+/* What the choice depends on; filled by cuda.cu from the description and the device. */
+typedef struct fmoe_cuda_shape {
+    int64_t H, I, E, k;
+    int dtype, gated; /* fmoe_dtype */
+    int cc;           /* compute capability, 90 = 9.0 */
+    int sms;
+} fmoe_cuda_shape;
+
+typedef enum fmoe_cuda_path { FMOE_PATH_SM80 = 0, FMOE_PATH_SM90 = 1 } fmoe_cuda_path;
+
+/* The path of the large products; `why` gets the reason in words (never NULL). */
+fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why);
+
+/* Rows the internal layout needs at most for R routed rows: every expert that can have rows is padded. */
+int64_t fmoe_cuda_rows(int64_t R, int64_t E, int64_t align);
+
+/* Tiles of `tile` rows that R rows in E groups need at most. */
+int64_t fmoe_cuda_tiles(int64_t R, int64_t E, int64_t tile);
+
+/* Column tile of the fused backward product: 192, or 128 where 192 wastes more. */
+int fmoe_cuda_dh_tile(int64_t I);
+
+/* Whether T tokens go to the weight-streaming decode kernels (inference only). */
+int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
+
+/* Slots a block of the counting sort takes, so that there are at most 512 blocks. */
+int fmoe_cuda_sort_chunk(int64_t R);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// up_sm90.cu - products of gathered rows: up with its activation, and the plain ones.
+#include "gemm_sm90.cuh"
+#include "tokens_sm90.cuh"
+
+template <class T> using UpGlu = Config<T, 128, 256, 4, A_GATHER, B_GLU, EPI_GLU>;
+template <class T> using GatherK = Config<T, 128, 256, 4, A_GATHER, B_KMAJOR, EPI_STORE>;
+template <class T> using GatherN = Config<T, 128, 256, 4, A_GATHER, B_NMAJOR, EPI_STORE>;
+
+template <class T> using TokUpGlu = TokenConfig<T, W_GLU, true, TOK_GLU>;
+template <class T> using TokGatherK = TokenConfig<T, W_KMAJOR, true, TOK_STORE>;
+template <class T> using TokGatherN = TokenConfig<T, W_NMAJOR, true, TOK_STORE>;
+
+template <class T> static cudaError_t setup()
+{
+    cudaError_t e = sm90_setup_one<UpGlu<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokUpGlu<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokGatherK<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokGatherN<T>>();
+    if (e == cudaSuccess) e = sm90_setup_one<GatherK<T>>();
+    return e == cudaSuccess ? sm90_setup_one<GatherN<T>>() : e;
+}
+
+template <class T> static cudaError_t launch(Sm90Product product, Sm90Args &a, int sms, cudaStream_t s)
+{
+    if (a.tokens) {
+        if (product == SM90_UP_GLU) return tokens_launch_one<TokUpGlu<T>>(a, sms, s);
+        if (product == SM90_GATHER_K) return tokens_launch_one<TokGatherK<T>>(a, sms, s);
+        return tokens_launch_one<TokGatherN<T>>(a, sms, s);
+    }
+    if (product == SM90_UP_GLU) return sm90_launch_one<UpGlu<T>>(a, sms, s);
+    if (product == SM90_GATHER_K) return sm90_launch_one<GatherK<T>>(a, sms, s);
+    return sm90_launch_one<GatherN<T>>(a, sms, s);
+}
+
+cudaError_t sm90_setup_gather()
+{
+    const cudaError_t e = setup<bf16>();
+    return e == cudaSuccess ? setup<f16>() : e;
+}
+
+cudaError_t sm90_launch_gather(Sm90Product product, int dtype, Sm90Args &a, int sms, cudaStream_t s)
+{
+    return dtype == FMOE_BF16 ? launch<bf16>(product, a, sms, s) : launch<f16>(product, a, sms, s);
+}

@@ -1,0 +1,423 @@
+// SPDX-License-Identifier: Apache-2.0
+// check_experts.cu - the layer on the GPU against the reference: drawn shapes, dtypes, layouts, activations and flags.
+#include "check.cuh"
+
+struct Case {
+    int64_t T, H, I, E, k;
+    int dtype, act, ptype, gtype, id_type;
+    uint32_t flags, run_flags;
+    bool list, w1_t, w2_t, dw1_t, dw2_t, dx, dp, dw1, dw2, shift;
+    int skew; // percent of ids that go to expert 0
+};
+
+static Case draw()
+{
+    static const int types[] = {FMOE_BF16, FMOE_BF16, FMOE_F16, FMOE_F32};
+    static const int acts[] = {0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20};
+    Case c = {};
+    c.dtype = types[pick(0, 3)];
+    const bool fast = coin(65);
+    c.act = coin() ? 0 : acts[pick(0, 11)];
+    c.H = fast ? 64 * pick(1, coin(30) ? 9 : 4) : pick(1, 150);
+    c.I = fast ? 8 * pick(1, coin(30) ? 60 : 24) : pick(1, 120);
+    c.E = coin(15) ? pick(60, 300) : pick(1, 9);
+    c.k = pick(1, 4);
+    c.T = coin(10) ? pick(1, 3) : coin(30) ? pick(100, 260) : pick(4, 90);
+    if (c.H * c.I > 60000 && c.T > 60) c.T = pick(30, 60);
+    c.ptype = coin() ? FMOE_F32 : c.dtype;
+    c.gtype = coin() ? FMOE_F32 : c.dtype;
+    c.id_type = coin() ? -32 : -64;
+    c.list = coin(20);
+    c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) | (coin(25) ? FMOE_RECOMPUTE : 0) | (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
+    c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
+    c.w1_t = coin(25), c.w2_t = coin(25), c.dw1_t = coin(25), c.dw2_t = coin(25);
+    c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);
+    c.shift = coin(10);
+    c.skew = coin(25) ? 80 : 0;
+    return c;
+}
+
+static std::string words(const Case &c)
+{
+    char t[400];
+    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d", c.dtype, c.act,
+             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew);
+    return t;
+}
+
+// Weights or their gradients, stacked or as lists.
+struct Weights {
+    Tensor w1, b1, w2, b2;
+    std::deque<Tensor> gate, up, down;
+    std::vector<fmoe_tensor> lists[2][3];
+    bool list = false, gated = true;
+    std::vector<Tensor *> all;
+
+    void init(const Case &c, bool is_gated, int dtype, bool t1, bool t2)
+    {
+        list = c.list, gated = is_gated;
+        const int64_t HC = gated ? 2 * c.I : c.I;
+        const size_t shift = c.shift ? 2 * fmoe_dtype_size(dtype) : 0;
+        if (!list) {
+            w1.init(dtype, {c.E, HC, c.H}, t1 ? std::vector<int>{0, 2, 1} : std::vector<int>{}, 0, shift);
+            w2.init(dtype, {c.E, c.H, c.I}, t2 ? std::vector<int>{0, 2, 1} : std::vector<int>{}, 0, 0);
+            b1.init(dtype, {c.E, HC});
+            b2.init(dtype, {c.E, c.H});
+            all = {&w1, &w2};
+            if (c.flags & FMOE_BIAS) all.push_back(&b1), all.push_back(&b2);
+            return;
+        }
+        for (int64_t e = 0; e < c.E; e++) {
+            if (gated) gate.emplace_back(), gate.back().init(dtype, {c.I, c.H}, t1 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
+            up.emplace_back(), up.back().init(dtype, {c.I, c.H}, t1 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
+            down.emplace_back(), down.back().init(dtype, {c.H, c.I}, t2 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
+        }
+        for (auto *d : {&gate, &up, &down})
+            for (Tensor &t : *d) all.push_back(&t);
+        for (int side = 0; side < 2; side++) {
+            std::deque<Tensor> *d[3] = {&gate, &up, &down};
+            for (int i = 0; i < 3; i++)
+                for (Tensor &t : *d[i]) lists[side][i].push_back(side ? t.dev_t : t.ref_t);
+        }
+    }
+    fmoe_weights get(int side, bool bias, bool one, bool two)
+    {
+        fmoe_weights w = {};
+        if (!list) {
+            if (one) w.w1 = side ? &w1.dev_t : &w1.ref_t;
+            if (two) w.w2 = side ? &w2.dev_t : &w2.ref_t;
+            if (bias && one) w.b1 = side ? &b1.dev_t : &b1.ref_t;
+            if (bias && two) w.b2 = side ? &b2.dev_t : &b2.ref_t;
+        } else {
+            if (one && gated) w.gate = lists[side][0].data();
+            if (one) w.up = lists[side][1].data();
+            if (two) w.down = lists[side][2].data();
+        }
+        return w;
+    }
+    void compare_all(double l2, double peak, bool bias, bool one, bool two) const
+    {
+        if (!list) {
+            if (one) compare("dw1", w1, l2, peak);
+            if (two) compare("dw2", w2, l2, peak);
+            if (bias && one) compare("db1", b1, l2, peak);
+            if (bias && two) compare("db2", b2, l2, peak);
+            return;
+        }
+        // One small matrix alone may be all zeros or one row: the bound is of the peak.
+        for (auto *d : {&gate, &up})
+            for (const Tensor &t : *d)
+                if (one) compare("dw1[e]", t, 3 * l2, 2 * peak);
+        for (const Tensor &t : down)
+            if (two) compare("dw2[e]", t, 3 * l2, 2 * peak);
+    }
+};
+
+static void draw_ids(const Case &c, Tensor &ids)
+{
+    for (auto &v : ids.ints) {
+        v = pick(0, 99) < c.skew ? 0 : pick(0, c.E - 1);
+        if ((c.flags & FMOE_SKIP_NEG1) && coin(10)) v = -1;
+        if ((c.flags & FMOE_SKIP_E) && coin(10)) v = c.E;
+    }
+}
+
+static void run_case(const Case &c)
+{
+    arena.reset();
+    context = words(c);
+    fmoe_desc d = {};
+    d.size = sizeof d;
+    d.op = FMOE_OP_EXPERTS;
+    d.dtype = c.dtype;
+    d.H = c.H, d.I = c.I, d.E = c.E, d.k = c.k;
+    d.act = c.act;
+    d.flags = c.flags;
+    Pair p(d);
+    if (!p.ok) return;
+    const bool bias = c.flags & FMOE_BIAS;
+    Tensor x, ids, pr, out, dout, dx, dp;
+    x.init(c.dtype, {c.T, c.H}, {}, coin() ? 8 : 0);
+    x.fill(normal);
+    ids.init(c.id_type, {c.T, c.k});
+    draw_ids(c, ids);
+    pr.init(c.ptype, {c.T, c.k});
+    pr.fill(uniform);
+    out.init(c.dtype, {c.T, c.H});
+    dout.init(c.dtype, {c.T, c.H});
+    dout.fill(normal);
+    dx.init(c.dtype, {c.T, c.H});
+    dp.init(c.ptype, {c.T, c.k});
+    Weights w, dw;
+    w.init(c, p.ref.gated, c.dtype, c.w1_t, c.w2_t);
+    dw.init(c, p.ref.gated, c.gtype, c.dw1_t, c.dw2_t);
+    const double s1 = 1 / sqrt((double)c.H), s2 = 1 / sqrt((double)c.I);
+    for (Tensor *t : w.all) {
+        const double s = t == &w.w2 || (w.list && t->size(0) == c.H && t->size(1) == c.I) ? s2 : t == &w.b1 || t == &w.b2 ? 0.3 : s1;
+        t->fill([&] { return s * normal(); });
+        t->upload();
+    }
+    auto prepare = [&](Tensor &t, bool add) {
+        if (!add) t.poison();
+        else t.upload();
+    };
+    const bool add_out = c.run_flags & FMOE_ADD_OUT, add_dx = c.run_flags & FMOE_ADD_DX, add_dw = c.run_flags & FMOE_ACCUMULATE;
+    if (add_out) out.fill(normal);
+    if (add_dx) dx.fill(normal);
+    for (Tensor *t : dw.all)
+        if (add_dw) t->fill(normal);
+    for (Tensor *t : {&x, &ids, &pr, &dout}) t->upload();
+
+    auto args = [&](int side, bool backward) {
+        fmoe_experts_args a = {};
+        a.size = sizeof a;
+        auto at = [&](Tensor &t) -> const fmoe_tensor * { return side ? &t.dev_t : &t.ref_t; };
+        a.x = at(x), a.ids = at(ids), a.weights = at(pr);
+        a.w = w.get(side, bias, true, true);
+        a.saved = side ? p.dev_saved : p.ref_saved.data();
+        a.saved_bytes = side ? p.dev_saved_bytes : p.ref_saved.size();
+        if (!backward) a.out = at(out);
+        else {
+            a.dout = at(dout);
+            a.dx = c.dx ? at(dx) : nullptr;
+            a.dweights = c.dp ? at(dp) : nullptr;
+            a.dw = dw.get(side, bias, c.dw1, c.dw2);
+        }
+        return a;
+    };
+    // Device first: with FMOE_ADD_* and FMOE_ACCUMULATE the reference changes what it adds to.
+    std::vector<std::vector<char>> bits[2];
+    std::vector<Tensor *> results = {&out, &dx, &dp};
+    for (Tensor *t : dw.all) results.push_back(t);
+    const size_t mark = arena.used, blocks = arena.blocks.size();
+    std::vector<char> inference;
+    for (int round = 0; round < 2; round++) {
+        arena.used = mark;
+        arena.blocks.resize(blocks);
+        fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
+        prepare(out, add_out), prepare(dx, add_dx), prepare(dp, false);
+        for (Tensor *t : dw.all) prepare(*t, add_dw);
+        fmoe_experts_args a = args(1, false);
+        verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "forward");
+        fmoe_run b = p.dev_run(FMOE_BACKWARD, c.T, c.run_flags);
+        a = args(1, true);
+        verdict(p.dev.backend->experts[1](&p.dev, &a, &b) == FMOE_OK, "backward");
+        CK(cudaDeviceSynchronize());
+        for (Tensor *t : results) bits[round].push_back(t->raw());
+    }
+    for (size_t i = 0; i < results.size(); i++) verdict(bits[0][i] == bits[1][i], "result %d differs between two runs", (int)i);
+    // The reference.
+    fmoe_run r = p.ref_run(FMOE_FORWARD, c.T, c.run_flags);
+    fmoe_experts_args a = args(0, false);
+    const std::vector<double> out_before = out.ref;
+    verdict(p.ref.backend->experts[0](&p.ref, &a, &r) == FMOE_OK, "reference forward");
+    r = p.ref_run(FMOE_BACKWARD, c.T, c.run_flags);
+    a = args(0, true);
+    verdict(p.ref.backend->experts[1](&p.ref, &a, &r) == FMOE_OK, "reference backward");
+
+    // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward. A clamp's slope jumps where h rounds
+    // across the limit.
+    const double u = unit(c.dtype), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
+    const bool jumps = c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT;
+    const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide, peakb = (jumps ? 40 : 10) * u + wide;
+    compare("out", out, l2, peak);
+    if (c.dx) compare("dx", dx, l2b, peakb);
+    // A dot product of I terms may cancel; few of them do not average that out.
+    const double few = c.T * c.k < 32 ? 16 : 2;
+    if (c.dp) compare("dweights", dp, few * l2b, few * peakb);
+    dw.compare_all(l2b, peakb, bias, c.dw1, c.dw2);
+
+    // Inference: nothing is saved, perhaps other kernels.
+    if (add_out) {
+        std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
+        out.upload();
+        std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
+    } else out.poison();
+    fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
+    a = args(1, false);
+    a.saved = nullptr, a.saved_bytes = 0;
+    verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "inference");
+    CK(cudaDeviceSynchronize());
+    compare("inference", out, l2, peak);
+    verdict(arena.guards_ok(), "guards");
+}
+
+void check_experts(int cases)
+{
+    for (int i = 0; i < cases; i++) run_case(draw());
+    // Shapes the fast path is made for, in full: several row tiles, column tiles and experts.
+    Case c = {};
+    c.dtype = FMOE_BF16;
+    c.H = 512, c.I = 256, c.E = 4, c.k = 2, c.T = 300;
+    c.ptype = FMOE_F32, c.gtype = FMOE_BF16, c.id_type = -64;
+    c.dx = c.dp = c.dw1 = c.dw2 = true;
+    run_case(c);
+    c.I = 328, c.H = 320, c.gtype = FMOE_F32, c.run_flags = FMOE_ACCUMULATE;
+    run_case(c);
+    c.flags = FMOE_INTERLEAVED;
+    run_case(c);
+    c.T = 40, c.H = 512, c.I = 256, c.E = 16, c.flags = 0; // decode
+    run_case(c);
+    c.T = 1;
+    run_case(c);
+}
+
+// ---- Bad ids, no tokens, a NaN that stays at home, graph capture ----
+
+struct Small { // a layer of fixed size with everything on the device
+    Pair p;
+    Tensor x, ids, pr, out, dout, dx, dp, w1, w2, dw1, dw2;
+    static fmoe_desc desc(int64_t E, uint32_t flags)
+    {
+        fmoe_desc d = {};
+        d.size = sizeof d;
+        d.op = FMOE_OP_EXPERTS;
+        d.dtype = FMOE_BF16;
+        d.H = 256, d.I = 128, d.E = E, d.k = 2;
+        d.flags = flags;
+        return d;
+    }
+    Small(int64_t T, int64_t E, uint32_t flags) : p(desc(E, flags))
+    {
+        const int64_t H = 256, I = 128;
+        for (Tensor *t : {&x, &out, &dout, &dx}) t->init(FMOE_BF16, {T, H}), t->fill(normal), t->upload();
+        ids.init(-32, {T, 2});
+        for (auto &v : ids.ints) v = pick(0, E - 1);
+        ids.upload();
+        for (Tensor *t : {&pr, &dp}) t->init(FMOE_F32, {T, 2}), t->fill(uniform), t->upload();
+        for (Tensor *t : {&w1, &dw1}) t->init(FMOE_BF16, {E, 2 * I, H}), t->fill([] { return 0.06 * normal(); }), t->upload();
+        for (Tensor *t : {&w2, &dw2}) t->init(FMOE_BF16, {E, H, I}), t->fill([] { return 0.09 * normal(); }), t->upload();
+    }
+    fmoe_experts_args args(bool backward)
+    {
+        fmoe_experts_args a = {};
+        a.size = sizeof a;
+        a.x = &x.dev_t, a.ids = &ids.dev_t, a.weights = &pr.dev_t, a.w.w1 = &w1.dev_t, a.w.w2 = &w2.dev_t;
+        a.saved = p.dev_saved, a.saved_bytes = p.dev_saved_bytes;
+        if (!backward) a.out = &out.dev_t;
+        else a.dout = &dout.dev_t, a.dx = &dx.dev_t, a.dweights = &dp.dev_t, a.dw.w1 = &dw1.dev_t, a.dw.w2 = &dw2.dev_t;
+        return a;
+    }
+};
+
+static void bad_ids()
+{
+    arena.reset();
+    context = "bad ids";
+    Small s(50, 6, 0);
+    const int64_t keep = s.ids.ints[31];
+    s.ids.ints[31] = 77;
+    s.ids.upload();
+    fmoe_run f = s.p.dev_run(FMOE_FORWARD, 50, 0);
+    fmoe_experts_args a = s.args(false);
+    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "the call itself passes");
+    CK(cudaDeviceSynchronize());
+    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_ERR_INDEX, "the next call reports it");
+    s.ids.ints[31] = keep;
+    s.ids.upload();
+    CK(cudaDeviceSynchronize());
+    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "then all is well");
+    CK(cudaDeviceSynchronize());
+    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "and stays so");
+    CK(cudaDeviceSynchronize());
+}
+
+static void no_tokens()
+{
+    arena.reset();
+    context = "no tokens";
+    Small s(0, 5, 0);
+    fmoe_run f = s.p.dev_run(FMOE_FORWARD, 0, 0), b = s.p.dev_run(FMOE_BACKWARD, 0, 0);
+    fmoe_experts_args a = s.args(false);
+    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "forward");
+    a = s.args(true);
+    verdict(s.p.dev.backend->experts[1](&s.p.dev, &a, &b) == FMOE_OK, "backward");
+    CK(cudaDeviceSynchronize());
+    bool zero = true;
+    for (Tensor *t : {&s.dw1, &s.dw2})
+        for (double v : t->download()) zero &= v == 0;
+    verdict(zero, "gradients of weights are zero");
+}
+
+static void nan_stays()
+{
+    for (int64_t T : {7, 200}) {
+        arena.reset();
+        context = "NaN in one token";
+        Small s(T, 3, 0);
+        fmoe_run f = s.p.dev_run(FMOE_FORWARD, T, 0), b = s.p.dev_run(FMOE_BACKWARD, T, 0);
+        fmoe_experts_args a = s.args(false), g = s.args(true);
+        s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
+        s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
+        CK(cudaDeviceSynchronize());
+        const std::vector<double> out = s.out.download(), dx = s.dx.download(), dp = s.dp.download();
+        const int64_t bad = T / 2;
+        for (int i = 0; i < 256; i++) s.x.ref[(size_t)(bad * 256 + i)] = s.dout.ref[(size_t)(bad * 256 + i)] = NAN;
+        s.x.upload(), s.dout.upload();
+        for (int saved = 1; saved >= 0; saved--) {
+            if (!saved) a.saved = nullptr;
+            s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
+            if (saved) s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
+            CK(cudaDeviceSynchronize());
+            const std::vector<double> o = s.out.download(), x = s.dx.download(), q = s.dp.download();
+            bool same = true;
+            for (int64_t i = 0; i < T * 256; i++)
+                if (i / 256 != bad) same &= saved ? o[(size_t)i] == out[(size_t)i] && x[(size_t)i] == dx[(size_t)i] : std::isfinite(o[(size_t)i]);
+            for (int64_t i = 0; saved && i < T * 2; i++)
+                if (i / 2 != bad) same &= q[(size_t)i] == dp[(size_t)i];
+            verdict(same, "other tokens keep their results (T %lld, saved %d)", (long long)T, saved);
+        }
+    }
+}
+
+static void graph()
+{
+    for (int64_t T : {3, 150}) {
+        arena.reset();
+        context = "graph capture";
+        Small s(T, 8, 0);
+        cudaStream_t stream;
+        CK(cudaStreamCreate(&stream));
+        fmoe_run f = s.p.dev_run(FMOE_FORWARD, T, 0, stream), b = s.p.dev_run(FMOE_BACKWARD, T, 0, stream);
+        fmoe_experts_args a = s.args(false), g = s.args(true), i = a;
+        i.saved = nullptr;
+        s.p.dev.backend->experts[0](&s.p.dev, &i, &f);
+        CK(cudaDeviceSynchronize());
+        const std::vector<char> inference = s.out.raw();
+        s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
+        s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
+        CK(cudaDeviceSynchronize());
+        const std::vector<char> out = s.out.raw(), dx = s.dx.raw(), dw = s.dw1.raw();
+        cudaGraph_t graph;
+        cudaGraphExec_t exec;
+        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK && s.p.dev.backend->experts[1](&s.p.dev, &g, &b) == FMOE_OK, "captured");
+        CK(cudaStreamEndCapture(stream, &graph));
+        CK(cudaGraphInstantiate(&exec, graph, 0));
+        s.out.poison(), s.dx.poison(), s.dw1.poison();
+        for (int n = 0; n < 3; n++) CK(cudaGraphLaunch(exec, stream));
+        CK(cudaStreamSynchronize(stream));
+        verdict(s.out.raw() == out && s.dx.raw() == dx && s.dw1.raw() == dw, "replay gives the same bits (T %lld)", (long long)T);
+        CK(cudaGraphExecDestroy(exec));
+        CK(cudaGraphDestroy(graph));
+        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+        verdict(s.p.dev.backend->experts[0](&s.p.dev, &i, &f) == FMOE_OK, "inference captured");
+        CK(cudaStreamEndCapture(stream, &graph));
+        CK(cudaGraphInstantiate(&exec, graph, 0));
+        s.out.poison();
+        for (int n = 0; n < 3; n++) CK(cudaGraphLaunch(exec, stream));
+        CK(cudaStreamSynchronize(stream));
+        verdict(s.out.raw() == inference, "replay of inference gives the same bits (T %lld)", (long long)T);
+        CK(cudaGraphExecDestroy(exec));
+        CK(cudaGraphDestroy(graph));
+        CK(cudaStreamDestroy(stream));
+    }
+}
+
+void check_special()
+{
+    bad_ids();
+    no_tokens();
+    nan_stays();
+    graph();
+}

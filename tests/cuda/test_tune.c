@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * test_tune.c - the path and tile choice of the CUDA backend, without a GPU. */
+#include <stdio.h>
+#include <string.h>
+
+#include "fusedmoe.h"
+#include "tune.h"
+
+static int passed, failed;
+#define CHECK(x) ((x) ? (void)passed++ : (void)(failed++, printf("FAILED line %d: %s\n", __LINE__, #x)))
+
+int main(void)
+{
+    fmoe_cuda_shape s = {.H = 2048, .I = 768, .E = 128, .k = 8, .dtype = FMOE_BF16, .gated = 1, .cc = 90, .sms = 132};
+    const char *why = NULL;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM90 && why);
+    s.dtype = FMOE_F16;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM90);
+    s.dtype = FMOE_F32;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "f32"));
+    s.dtype = FMOE_BF16;
+    s.H = 2050;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "H"));
+    s.H = 2048;
+    s.I = 770;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "I"));
+    s.I = 768;
+    s.cc = 80;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "9.0"));
+    s.cc = 100;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80);
+
+    /* Rows: every expert that can have rows may need align - 1 more. */
+    CHECK(fmoe_cuda_rows(0, 128, 16) == 0);
+    CHECK(fmoe_cuda_rows(1, 128, 16) == 16);
+    CHECK(fmoe_cuda_rows(131072, 128, 16) == 131072 + 128 * 15);
+    CHECK(fmoe_cuda_rows(10, 3, 1) == 10);
+    for (int64_t R = 0; R < 300; R += 7)
+        for (int64_t E = 1; E < 40; E += 3) {
+            /* The worst case: all experts but one have one row. */
+            const int64_t used = R < E ? R : E, worst = used ? 16 * (used - 1) + (R - used + 1 + 15) / 16 * 16 : 0;
+            CHECK(fmoe_cuda_rows(R, E, 16) >= worst && fmoe_cuda_rows(R, E, 16) % 16 == 0);
+            const int64_t tiles = used ? (used - 1) + (R - used + 1 + 63) / 64 : 0;
+            CHECK(fmoe_cuda_tiles(R, E, 64) >= tiles);
+        }
+
+    CHECK(fmoe_cuda_dh_tile(768) == 192 && fmoe_cuda_dh_tile(1536) == 192);
+    CHECK(fmoe_cuda_dh_tile(1024) == 128 && fmoe_cuda_dh_tile(128) == 128);
+    for (int64_t R = 1; R < 10000000; R = R * 3 + 1) {
+        const int chunk = fmoe_cuda_sort_chunk(R);
+        CHECK(chunk % 1024 == 0 && (R + chunk - 1) / chunk <= 512);
+    }
+    printf("%d passed, %d failed, 0 skipped\n", passed, failed);
+    return failed != 0;
+}

@@ -23,4 +23,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c FLAGS ${avx2})
   fmoe_isa(avx512 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx512.c FLAGS ${avx512})
   fmoe_isa(avx512_bf16 SOURCES src/cpu/gemm_avx512_bf16.c FLAGS ${avx512} -mavx512bf16)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64") # NEON is the baseline; its elementwise rows are those of level c
+  fmoe_isa(neon SOURCES src/cpu/gemm_neon.c)
+  fmoe_isa(neon_bf16 SOURCES src/cpu/gemm_neon_bf16.c FLAGS -march=armv8.2-a+bf16)
 endif()

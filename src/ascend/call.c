@@ -5,7 +5,7 @@
 #include <string.h>
 
 #include "call.h"
-#include "plan.h"
+#include "ascend.h"
 
 /* Sub-allocations: 64-byte starts and 32 bytes of room behind each piece are documented for 910B; operators like 512. */
 enum { ALIGN = 512, ROOM = 32 };
@@ -286,7 +286,7 @@ const aclTensor *asc_t(asc_call *c, asc_view v)
 
 const aclTensorList *asc_list(asc_call *c, const asc_view *v, int64_t n)
 {
-    const aclTensor *member[128];
+    const aclTensor *member[128] = {NULL};
     if (!can_hold(c)) return NULL;
     if (n > 128) {
         asc_fail(c, FMOE_ERR_UNSUPPORTED, "a list of %lld tensors, CANN takes 128", (long long)n);

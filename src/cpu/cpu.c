@@ -9,15 +9,18 @@
 
 /* ---- levels ---- */
 
-/* From low to high; each contains the ones before it. */
+/* From low to high; each contains the ones before it. From LEVEL_WIDE on, f32 panels are 64 columns wide, below 16. */
 #if defined(__x86_64__)
-enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVELS };
+enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVELS, LEVEL_WIDE = LEVEL_avx512 };
+#define BF16_KERNEL "gemm_bf16_avx512_bf16, 6x64 tiles"
 static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16"};
 #elif defined(__aarch64__)
-enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS };
+enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS, LEVEL_WIDE = LEVELS };
+#define BF16_KERNEL "gemm_bf16_neon_bf16, 6x16 tiles"
 static const char *const level_names[LEVELS] = {"c", "neon", "neon_bf16"};
 #else
-enum { LEVEL_c, LEVELS };
+enum { LEVEL_c, LEVELS, LEVEL_WIDE = LEVELS };
+#define BF16_KERNEL "none"
 static const char *const level_names[LEVELS] = {"c"};
 #endif
 
@@ -60,9 +63,6 @@ static int detect_level(void)
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
     return LEVEL_avx512_bf16;
 }
-
-static int64_t panel_width(int level) { return level >= LEVEL_avx512 ? 64 : 16; }
-
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
 
@@ -72,12 +72,8 @@ static int64_t panel_width(int level) { return level >= LEVEL_avx512 ? 64 : 16; 
 
 /* The operating system says what may be used; NEON itself is part of the architecture. */
 static int detect_level(void) { return getauxval(AT_HWCAP2) & HWCAP2_BF16 ? LEVEL_neon_bf16 : LEVEL_neon; }
-
-static int64_t panel_width(int level) { return (void)level, 16; }
-
 #else
 static int detect_level(void) { return LEVEL_c; }
-static int64_t panel_width(int level) { return (void)level, 16; }
 #endif
 
 /* The names of the first n levels; text has room for all. */
@@ -131,7 +127,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 {
     memset(k, 0, sizeof *k);
     k->isa = level_names[level];
-    k->nr = panel_width(level);
+    k->nr = level >= LEVEL_WIDE ? 64 : 16;
 #define FMOE_KERNEL_FIELD(type, field)
 #define FMOE_KERNEL(lvl, type, field) \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
@@ -228,7 +224,7 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
     const bool products = p->d.op == FMOE_OP_GROUPED_MATMUL || p->d.op == FMOE_OP_EXPERTS;
     const char *how = !products                       ? "elementwise in f32"
-                      : cpu->pairs                    ? "products on bf16 pairs (gemm_bf16_avx512_bf16, 6x64 tiles)"
+                      : cpu->pairs                    ? "products on bf16 pairs (" BF16_KERNEL ")"
                       : p->d.dtype == FMOE_F32        ? "products in f32"
                                                       : "products in f32, operands widened while packed (no bf16 unit used)";
     size_t used = (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa, cpu->threads,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * plan.h - what a plan of this backend holds, and the operations behind its table. */
-#ifndef FMOE_ASCEND_PLAN_H
-#define FMOE_ASCEND_PLAN_H
+ * ascend.h - what a plan of this backend holds, and the operations behind its table. */
+#ifndef FMOE_ASCEND_H
+#define FMOE_ASCEND_H
 
 #include <pthread.h>
 

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tune a small Qwen3-MoE three times at once: its own experts, transformers' grouped_mm, and fusedmoe.
+
+The three models start from the same weights and see the same bytes (this project's own pages), step by step in turn, so that
+their losses can be laid over one another and a busy machine slows all of them alike. Writes a chart (PNG) and a page (HTML).
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import page, picture
+from tqdm import tqdm
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging as hf_logging
+
+import fusedmoe
+from fusedmoe.bench import peak_megabytes
+
+ROOT = Path(__file__).resolve().parent.parent
+LABELS = {"eager": "own experts (eager)", "grouped_mm": "transformers grouped_mm", "fusedmoe": "fusedmoe"}
+
+
+def corpus() -> torch.Tensor:
+    """Bytes of the project's own text."""
+    files = [ROOT / "include/fusedmoe.h", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = b"\n".join(f.read_bytes() for f in files if f.exists())
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def make_model(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
+    """About 4 layers of 32 experts, 4 of them for every token; random weights."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256, hidden_size=args.H, intermediate_size=2 * args.H, moe_intermediate_size=args.I, num_hidden_layers=args.layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=args.H // 8, num_experts=args.E, num_experts_per_tok=args.k,
+        norm_topk_prob=True, max_position_embeddings=args.length, use_cache=False,
+    )  # fmt: skip
+    return Qwen3MoeForCausalLM(config).to(device, dtype).train()
+
+
+class Run:
+    """One model with its optimizer, its bar and what was measured of it."""
+
+    def __init__(self, name: str, model: Qwen3MoeForCausalLM, steps: int, place: int) -> None:
+        self.name, self.model = name, model
+        if name == "fusedmoe":
+            fusedmoe.apply(model)
+        else:
+            model.set_experts_implementation(name)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.peak: float | None = None
+        self.bar = tqdm(total=steps, desc=f"{LABELS[name]:24}", position=place, leave=True, disable=None, unit="step",
+                        bar_format="{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}")  # fmt: skip
+
+    def step(self, batch: torch.Tensor, device: str) -> None:
+        """One optimizer step; the second is the one whose memory is measured."""
+
+        def work() -> None:
+            loss = self.model(input_ids=batch, labels=batch).loss
+            loss.backward()
+            self.optimizer.step()
+            self.losses.append(float(loss.detach()))
+            self.optimizer.zero_grad(set_to_none=True)
+
+        start = time.perf_counter()
+        if len(self.losses) == 1:
+            self.peak = peak_megabytes(work, device)
+        else:
+            work()
+            if len(self.losses) > 2:
+                self.seconds.append(time.perf_counter() - start)
+                rate = batch.numel() / statistics.median(self.seconds)
+                self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}, {rate:,.0f} tokens/s")
+        self.bar.update()
+
+    def result(self, tokens: int) -> dict[str, Any]:
+        """The numbers of the report."""
+        rate = tokens / statistics.median(self.seconds)
+        return {"name": self.name, "label": LABELS[self.name], "losses": self.losses, "tokens_per_second": rate, "peak_mb": self.peak}
+
+
+def main() -> int:
+    """Train, compare, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    for name, default in (("steps", 50), ("batch", 4), ("length", 128), ("layers", 4), ("H", 256), ("I", 192), ("E", 32), ("k", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "run", help="folder of chart, page and JSON")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything works")
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.layers = 6, 2
+    warnings.filterwarnings("ignore")
+    hf_logging.set_verbosity_error()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    base = make_model(args, device, dtype)
+    millions = sum(p.numel() for p in base.parameters()) / 1e6
+    print(f"Qwen3-MoE, {millions:.1f} M parameters: {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}; "
+          f"{args.batch} x {args.length} bytes a step, {str(dtype)[6:]} on {device}, {torch.get_num_threads()} threads")  # fmt: skip
+    print(fusedmoe.info().strip().splitlines()[1])
+    data = corpus().to(device)
+    runs = [Run(name, copy.deepcopy(base), args.steps, i) for i, name in enumerate(LABELS)]
+    del base
+    generator = torch.Generator().manual_seed(1)
+    for i in range(args.steps):
+        starts = torch.randint(0, len(data) - args.length, (args.batch,), generator=generator).tolist()
+        batch = torch.stack([data[s : s + args.length] for s in starts])
+        for run in runs[i % 3 :] + runs[: i % 3]:  # nobody is always first
+            run.step(batch, device)
+        if not sys.stderr.isatty() and (i + 1) % 10 == 0:
+            print(f"step {i + 1:3}  " + "  ".join(f"{r.name} {r.losses[-1]:.4f}" for r in runs), flush=True)
+    for run in runs:
+        run.bar.close()
+
+    tokens = args.batch * args.length
+    results = [run.result(tokens) for run in runs]
+    ours = results[-1]
+    print("\nloss at step " + "".join(f"{s:>10}" for s in range(0, args.steps, max(1, args.steps // 6))))
+    for r in results:
+        print(f"{r['name']:13}" + "".join(f"{v:10.5f}" for v in r["losses"][:: max(1, args.steps // 6)]))
+    print(f"\n{'':24} {'tokens/s':>10} {'peak MB of a step':>18}   fusedmoe is")
+    for r in results:
+        faster = ours["tokens_per_second"] / r["tokens_per_second"]
+        text = "" if r is ours else f"{faster:.2f}x as fast"
+        if r is not ours and r["peak_mb"] and ours["peak_mb"]:
+            text += f", {ours['peak_mb'] / r['peak_mb']:.2f}x the memory"
+        print(f"{r['label']:24} {r['tokens_per_second']:10,.0f} {r['peak_mb'] or 0:18,.0f}   {text}")
+    gap = max(abs(a - b) for a, b in zip(results[0]["losses"], ours["losses"], strict=True))
+    agree = gap < (1e-3 if dtype == torch.float32 else 5e-2)
+    print(f"\nlargest difference of the losses, own experts against fusedmoe, over {args.steps} steps: {gap:.1e} "
+          + ("(they agree)" if agree else "(THEY DO NOT AGREE)"))  # fmt: skip
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    setup = (f"{millions:.1f} M parameters, {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}, {tokens} tokens "
+             f"a step, {str(dtype)[6:]}, {fusedmoe.cpu_isa() if device == 'cpu' else torch.cuda.get_device_name()}, "
+             f"{torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
+    picture(results, setup, args.out / "finetune.png")
+    (args.out / "finetune.html").write_text(page(results, setup, gap))
+    (args.out / "finetune.json").write_text(json.dumps({"setup": setup, "gap": gap, "results": results}, indent=1))
+    shown = args.out.relative_to(Path.cwd()) if args.out.is_relative_to(Path.cwd()) else args.out
+    print(f"chart {shown}/finetune.png, page {shown}/finetune.html")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

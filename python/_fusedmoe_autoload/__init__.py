@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loaded by torch in every process (entry point torch.backends): waits for transformers and LLaMA-Factory.
+
+It imports nothing but the standard library, and nothing that goes wrong in it can keep torch from being imported. When one
+of the modules in WATCHED has been imported, fusedmoe registers itself there. FMOE_AUTOLOAD=0 turns it off.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+WATCHED = {
+    "transformers.integrations.moe": "fusedmoe.integrations.transformers",
+    "transformers.modeling_utils": "fusedmoe.integrations.transformers",
+    "llamafactory.v1.plugins.model_plugins.kernels.interface": "fusedmoe.integrations.llamafactory",
+}
+
+
+def _register(name: str) -> None:
+    try:
+        importlib.import_module(WATCHED[name]).register()
+    except Exception as problem:
+        warnings.warn(f"fusedmoe did not register with {name}: {problem}", RuntimeWarning, stacklevel=2)
+
+
+class _Loader:
+    """The module's own loader, and a registration after it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        _register(module.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+
+class _Finder:
+    """A meta path finder that looks at WATCHED and leaves the finding to the others."""
+
+    busy = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if self.busy or name not in WATCHED:
+            return None
+        self.busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        return spec
+
+
+class _Spec(ModuleSpec):
+    """The spec of a module that is being imported: importlib ends by setting _initializing to False."""
+
+    @property
+    def _initializing(self) -> bool:
+        return self.__dict__.get("_initializing", False)
+
+    @_initializing.setter
+    def _initializing(self, value: bool) -> None:
+        self.__dict__["_initializing"] = value
+        if not value and self.name in sys.modules:
+            _register(self.name)
+
+
+def activate() -> None:
+    """The entry point."""
+    if os.environ.get("FMOE_AUTOLOAD", "1") == "0" or any(isinstance(f, _Finder) for f in sys.meta_path):
+        return
+    sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    for name in [n for n in WATCHED if n in sys.modules]:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        if getattr(spec, "_initializing", False):  # it is what imports torch
+            spec.__class__ = _Spec  # type: ignore[union-attr]
+        else:
+            _register(name)

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused Mixture-of-Experts layers for PyTorch. ``fusedmoe.apply(model)`` puts them under a Hugging Face model."""
+
+import sys as _sys
+
+from . import _core, autograd, ops
+from .autograd import GmmFunction, HybridGmmFunction, activation, experts, permute, route, unpermute
+from .integrations.transformers import apply, unapply
+from .ops import describe, set_max_isa
+
+__version__ = _core.version
+info = _core.info
+cpu_isa = _core.cpu_isa
+
+if "transformers.integrations.moe" in _sys.modules:
+    from .integrations.transformers import register as _register
+
+    _register()
+
+__all__ = [
+    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "cpu_isa", "describe", "experts", "info", "ops",
+    "permute", "route", "set_max_isa", "unapply", "unpermute",
+]  # fmt: skip

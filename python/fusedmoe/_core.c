@@ -1,0 +1,521 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * fusedmoe._core: the C API for Python, in the limited API (one binary for CPython >= 3.10).
+ *
+ * Tensors come in through DLPack's C exchange table (torch >= 2.10: no capsule, no reference count, no synchronisation),
+ * or, from types without one, through data_ptr(), shape, stride(), dtype and device. Every run function has the same
+ * shape, so one table (OPS) describes them all: run(op, plan, flags, stream, workspace, *slots), a slot being a tensor,
+ * a list of tensors, or None. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
+ */
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030A0000
+#endif
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
+#include "fusedmoe.h"
+#pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without it will do */
+
+/* ---- The operations: which field of which struct each Python argument fills ------------------------------ */
+
+enum { TENSOR, BYTES, INT32, MAX_SLOTS = 44, MAX_RANK = 8 };
+
+typedef struct {
+    size_t offset;
+    int kind;          /* TENSOR: a tensor or a list of them; BYTES: void * followed by size_t; INT32 */
+} slot;
+
+typedef fmoe_status (*run_fn)(fmoe_plan, const void *, const fmoe_run *);
+
+typedef struct {
+    const char *name;
+    run_fn run;
+    size_t size;
+    int n;
+    slot slots[MAX_SLOTS];
+} op_entry;
+
+#define T(type, field) {offsetof(type, field), TENSOR}
+#define B(type, field) {offsetof(type, field), BYTES}
+#define N(type, field) {offsetof(type, field), INT32}
+#define W(type, w) T(type, w.w1), T(type, w.b1), T(type, w.w2), T(type, w.b2), T(type, w.gate), T(type, w.up), T(type, w.down)
+
+#define ROUTE(f) T(fmoe_route_args, f)
+#define PERM(f) T(fmoe_permute_args, f)
+#define UNPERM(f) T(fmoe_unpermute_args, f)
+#define GMM(f) T(fmoe_gmm_args, f)
+#define ACT(f) T(fmoe_activation_args, f)
+#define EXP(f) T(fmoe_experts_args, f)
+#define BLK(f) T(fmoe_block_args, f)
+
+/* One adapter a function: calling through a pointer of another type would be undefined. */
+#define ADAPT(fn, type)                                                                                                   \
+    static fmoe_status run_##fn(fmoe_plan p, const void *a, const fmoe_run *r) { return fmoe_##fn(p, (const type *)a, r); }
+ADAPT(route_forward, fmoe_route_args)
+ADAPT(route_backward, fmoe_route_args)
+ADAPT(permute_forward, fmoe_permute_args)
+ADAPT(permute_backward, fmoe_permute_args)
+ADAPT(unpermute_forward, fmoe_unpermute_args)
+ADAPT(unpermute_backward, fmoe_unpermute_args)
+ADAPT(grouped_matmul_forward, fmoe_gmm_args)
+ADAPT(grouped_matmul_backward, fmoe_gmm_args)
+ADAPT(activation_forward, fmoe_activation_args)
+ADAPT(activation_backward, fmoe_activation_args)
+ADAPT(experts_forward, fmoe_experts_args)
+ADAPT(experts_backward, fmoe_experts_args)
+ADAPT(block_forward, fmoe_block_args)
+ADAPT(block_backward, fmoe_block_args)
+
+#define OP(NAME, fn, type, ...)                                                                                           \
+    {#NAME, run_##fn, sizeof(type), (int)(sizeof((slot[]){__VA_ARGS__}) / sizeof(slot)), {__VA_ARGS__}}
+
+static const op_entry OPS[] = {
+    OP(ROUTE_FORWARD, route_forward, fmoe_route_args, ROUTE(logits), ROUTE(select_bias), ROUTE(ids), ROUTE(weights),
+       ROUTE(bad_rows)),
+    OP(ROUTE_BACKWARD, route_backward, fmoe_route_args, ROUTE(logits), ROUTE(select_bias), ROUTE(ids), ROUTE(dweights),
+       ROUTE(dlogits)),
+    OP(PERMUTE_FORWARD, permute_forward, fmoe_permute_args, PERM(x), PERM(ids), PERM(xp), PERM(map), PERM(counts)),
+    OP(PERMUTE_BACKWARD, permute_backward, fmoe_permute_args, PERM(x), PERM(xp), PERM(map)),
+    OP(UNPERMUTE_FORWARD, unpermute_forward, fmoe_unpermute_args, UNPERM(y), UNPERM(map), UNPERM(weights), UNPERM(out)),
+    OP(UNPERMUTE_BACKWARD, unpermute_backward, fmoe_unpermute_args, UNPERM(y), UNPERM(map), UNPERM(weights), UNPERM(dout),
+       UNPERM(dy), UNPERM(dweights)),
+    OP(GMM_FORWARD, grouped_matmul_forward, fmoe_gmm_args, GMM(x), GMM(w), GMM(bias), GMM(sizes), GMM(y),
+       N(fmoe_gmm_args, cumulative), N(fmoe_gmm_args, list)),
+    OP(GMM_BACKWARD, grouped_matmul_backward, fmoe_gmm_args, GMM(x), GMM(w), GMM(sizes), GMM(dy), GMM(dx), GMM(dw),
+       GMM(dbias), N(fmoe_gmm_args, cumulative), N(fmoe_gmm_args, list)),
+    OP(ACTIVATION_FORWARD, activation_forward, fmoe_activation_args, ACT(h), ACT(a)),
+    OP(ACTIVATION_BACKWARD, activation_backward, fmoe_activation_args, ACT(h), ACT(da), ACT(dh)),
+    OP(EXPERTS_FORWARD, experts_forward, fmoe_experts_args, EXP(x), EXP(ids), EXP(weights), W(fmoe_experts_args, w),
+       EXP(out), B(fmoe_experts_args, saved)),
+    OP(EXPERTS_BACKWARD, experts_backward, fmoe_experts_args, EXP(x), EXP(ids), EXP(weights), W(fmoe_experts_args, w),
+       B(fmoe_experts_args, saved), EXP(dout), EXP(dx), EXP(dweights), W(fmoe_experts_args, dw)),
+    OP(BLOCK_FORWARD, block_forward, fmoe_block_args, BLK(x), BLK(w_router), BLK(b_router), BLK(select_bias),
+       W(fmoe_block_args, w), W(fmoe_block_args, shared), BLK(shared_gate), BLK(logits), BLK(ids), BLK(weights), BLK(out),
+       B(fmoe_block_args, saved)),
+    OP(BLOCK_BACKWARD, block_backward, fmoe_block_args, BLK(x), BLK(w_router), BLK(select_bias), W(fmoe_block_args, w),
+       W(fmoe_block_args, shared), BLK(shared_gate), BLK(logits), BLK(ids), BLK(weights), B(fmoe_block_args, saved), BLK(dout),
+       BLK(dlogits), BLK(dx), BLK(dw_router), BLK(db_router), W(fmoe_block_args, dw), W(fmoe_block_args, dshared), BLK(dshared_gate)),
+};
+enum { N_OPS = sizeof OPS / sizeof *OPS };
+
+/* ---- DLPack's exchange table: our own declaration of its public layout (DLPack 1.3) ---------------------- */
+
+typedef struct exchange_header {
+    struct {
+        uint32_t major, minor;
+    } version;
+    struct exchange_header *prev;
+} exchange_header;
+
+typedef struct {
+    exchange_header header;
+    void (*managed_allocate)(void);
+    void (*managed_from_py)(void);
+    void (*managed_to_py)(void);
+    int (*tensor_from_py)(void *object, fmoe_tensor *out); /* borrowed view; fmoe_tensor is laid out as DLTensor */
+    int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
+} exchange_api;
+
+static struct {
+    PyTypeObject *type;
+    const exchange_api *api; /* NULL: the type has none */
+} cache[8];
+static unsigned cache_next;
+static int use_exchange = 1;
+
+static const exchange_api *look_up_api(PyTypeObject *type) {
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    if (!capsule) {
+        PyErr_Clear();
+        return NULL;
+    }
+    const exchange_header *h = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule); /* the table is static: it lives as long as its type */
+    if (!h) PyErr_Clear();
+    while (h && h->version.major > 1) h = h->prev;
+    const exchange_api *api = (const exchange_api *)(const void *)h;
+    return api && h->version.major == 1 && api->tensor_from_py ? api : NULL;
+}
+
+static const exchange_api *api_of(PyObject *o) {
+    PyTypeObject *type = Py_TYPE(o);
+    for (int i = 0; i < 8; i++)
+        if (cache[i].type == type) return cache[i].api;
+    const exchange_api *api = look_up_api(type);
+    unsigned i = cache_next++ % 8;
+    Py_INCREF(type);
+    Py_XDECREF((PyObject *)cache[i].type);
+    cache[i].type = type;
+    cache[i].api = api;
+    return api;
+}
+
+/* ---- The fall-back: ask the Python object ---------------------------------------------------------------- */
+
+static int read_ints(PyObject *seq, int64_t *out) {
+    Py_ssize_t n = seq ? PySequence_Size(seq) : -1;
+    if (n > MAX_RANK) PyErr_SetString(PyExc_ValueError, "fusedmoe: a tensor of more than 8 dimensions");
+    if (n < 0 || n > MAX_RANK) return -1;
+    for (Py_ssize_t i = 0; i < n; i++) {
+        PyObject *v = PySequence_GetItem(seq, i);
+        out[i] = v ? PyLong_AsLongLong(v) : -1;
+        Py_XDECREF(v);
+        if (PyErr_Occurred()) return -1;
+    }
+    return (int)n;
+}
+
+static int read_dtype(PyObject *o, fmoe_datatype *out) {
+    static const struct {
+        const char *name;
+        fmoe_datatype type;
+    } known[] = {{"float32", {2, 32, 1}}, {"bfloat16", {4, 16, 1}}, {"float16", {2, 16, 1}}, {"float64", {2, 64, 1}},
+                 {"int32", {0, 32, 1}},   {"int64", {0, 64, 1}},    {"uint8", {1, 8, 1}}};
+    PyObject *dtype = PyObject_GetAttrString(o, "dtype"), *text = dtype ? PyObject_Str(dtype) : NULL;
+    const char *s = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
+    int rc = -1;
+    if (s) {
+        const char *dot = strrchr(s, '.'); /* "torch.float32" */
+        const char *name = dot ? dot + 1 : s;
+        for (size_t i = 0; i < sizeof known / sizeof *known && rc; i++)
+            if (!strcmp(name, known[i].name)) *out = known[i].type, rc = 0;
+        if (rc) PyErr_Format(PyExc_TypeError, "fusedmoe: dtype %s is not supported", s);
+    }
+    Py_XDECREF(text);
+    Py_XDECREF(dtype);
+    return rc;
+}
+
+static int read_device(PyObject *o, fmoe_device *out) {
+    PyObject *device = PyObject_GetAttrString(o, "device");
+    PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
+    PyObject *index = type ? PyObject_GetAttrString(device, "index") : NULL;
+    const char *s = index ? PyUnicode_AsUTF8AndSize(type, NULL) : NULL;
+    if (s) {
+        out->type = !strcmp(s, "cpu") ? FMOE_CPU : !strcmp(s, "cuda") ? FMOE_CUDA : FMOE_ASCEND;
+        out->id = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    }
+    Py_XDECREF(index);
+    Py_XDECREF(type);
+    Py_XDECREF(device);
+    return s && !PyErr_Occurred() ? 0 : -1;
+}
+
+static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims) {
+    PyObject *ptr = PyObject_CallMethod(o, "data_ptr", NULL);
+    if (!ptr) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_TypeError, "fusedmoe: expected a tensor, a list of tensors or None, got %R", (PyObject *)Py_TYPE(o));
+        return -1;
+    }
+    out->data = PyLong_AsVoidPtr(ptr);
+    Py_DECREF(ptr);
+    PyObject *shape = PyObject_GetAttrString(o, "shape"), *strides = shape ? PyObject_CallMethod(o, "stride", NULL) : NULL;
+    out->ndim = strides ? read_ints(shape, dims) : -1;
+    out->shape = dims;
+    out->strides = dims + MAX_RANK;
+    out->byte_offset = 0;
+    int rc = out->ndim < 0 || read_ints(strides, dims + MAX_RANK) < 0 ? -1 : 0;
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+    return rc ? rc : read_dtype(o, &out->dtype) || read_device(o, &out->device) ? -1 : 0;
+}
+
+/* ---- One call's tensors ---------------------------------------------------------------------------------- */
+
+enum { ON_STACK = 48 };
+
+typedef struct {
+    fmoe_tensor on_stack[ON_STACK], *tensors;
+    int64_t (*dims)[2 * MAX_RANK]; /* only in the fall-back */
+    Py_ssize_t n, capacity;
+    fmoe_device device;
+    const exchange_api *api;
+} call;
+
+static fmoe_tensor *take(call *c, PyObject *o) {
+    fmoe_tensor *t = &c->tensors[c->n];
+    const exchange_api *api = use_exchange ? api_of(o) : NULL;
+    if (api) {
+        if (api->tensor_from_py(o, t) != 0) return NULL;
+    } else {
+        if (!c->dims && !(c->dims = calloc((size_t)c->capacity, sizeof *c->dims))) {
+            PyErr_NoMemory();
+            return NULL;
+        }
+        if (from_attributes(o, t, c->dims[c->n]) != 0) return NULL;
+    }
+    if (!c->n) c->device = t->device, c->api = api;
+    c->n++;
+    return t;
+}
+
+static Py_ssize_t list_size(PyObject *o) { /* -1: not a list */
+    return PyList_Check(o) ? PyList_Size(o) : PyTuple_Check(o) ? PyTuple_Size(o) : -1;
+}
+
+static int take_slot(call *c, PyObject *o, const fmoe_tensor **out) {
+    Py_ssize_t n = list_size(o);
+    *out = &c->tensors[c->n];
+    if (n < 0) return take(c, o) ? 0 : -1;
+    for (Py_ssize_t i = 0; i < n; i++)
+        if (!take(c, PyList_Check(o) ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i))) return -1;
+    return 0;
+}
+
+static size_t tensor_bytes(const fmoe_tensor *t) {
+    size_t n = t->dtype.bits / 8;
+    for (int i = 0; i < t->ndim; i++) n *= (size_t)t->shape[i];
+    return n;
+}
+
+static void release(call *c) {
+    free(c->dims);
+    if (c->tensors != c->on_stack) free(c->tensors);
+}
+
+/* ---- Status -> exception --------------------------------------------------------------------------------- */
+
+static PyObject *fail(fmoe_status s) {
+    PyObject *type = PyExc_RuntimeError;
+    switch (s) {
+    case FMOE_ERR_ARG: case FMOE_ERR_SHAPE: case FMOE_ERR_STRIDE: case FMOE_ERR_ALIGN: case FMOE_ERR_ALIAS: case FMOE_ERR_PLAN:
+        type = PyExc_ValueError; break;
+    case FMOE_ERR_DTYPE: type = PyExc_TypeError; break;
+    case FMOE_ERR_INDEX: type = PyExc_IndexError; break;
+    case FMOE_ERR_OVERFLOW: type = PyExc_OverflowError; break;
+    case FMOE_ERR_NOMEM: type = PyExc_MemoryError; break;
+    case FMOE_ERR_UNSUPPORTED: type = PyExc_NotImplementedError; break;
+    default: break;
+    }
+    return PyErr_Format(type, "%s: %s", fmoe_status_string(s), fmoe_last_error());
+}
+
+/* ---- The functions of the module ------------------------------------------------------------------------- */
+
+static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+    (void)self;
+    if (n_args < 5) return PyErr_Format(PyExc_TypeError, "run(op, plan, flags, stream, workspace, *slots)");
+    long index = PyLong_AsLong(args[0]);
+    if (PyErr_Occurred()) return NULL;
+    if (index < 0 || index >= N_OPS) return PyErr_Format(PyExc_ValueError, "run: no operation %ld", index);
+    const op_entry *op = &OPS[index];
+    PyObject *const *slots = args + 5;
+    if (n_args - 5 != op->n)
+        return PyErr_Format(PyExc_TypeError, "run: %s takes %d slots, got %zd", op->name, op->n, n_args - 5);
+    fmoe_plan plan = PyLong_AsUnsignedLongLong(args[1]);
+    fmoe_run run = FMOE_RUN_INIT;
+    run.flags = (uint32_t)PyLong_AsUnsignedLong(args[2]);
+    if (PyErr_Occurred()) return NULL;
+
+    call c;
+    c.dims = NULL, c.n = 0, c.capacity = 1, c.api = NULL, c.device = (fmoe_device){FMOE_CPU, 0};
+    for (int i = 0; i < op->n; i++) {
+        Py_ssize_t n = slots[i] == Py_None ? 0 : list_size(slots[i]);
+        c.capacity += n < 0 ? 1 : n;
+    }
+    c.tensors = c.capacity <= ON_STACK ? c.on_stack : malloc((size_t)c.capacity * sizeof *c.tensors);
+    if (!c.tensors) return PyErr_NoMemory();
+
+    union { /* every args struct begins with its size */
+        size_t size;
+        char bytes[sizeof(fmoe_block_args)];
+        fmoe_block_args align;
+    } a;
+    memset(&a, 0, sizeof a);
+    a.size = op->size;
+    for (int i = 0; i < op->n; i++) {
+        char *field = a.bytes + op->slots[i].offset;
+        if (slots[i] == Py_None) continue;
+        if (op->slots[i].kind == INT32) {
+            *(int32_t *)(void *)field = (int32_t)PyLong_AsLong(slots[i]);
+            if (PyErr_Occurred()) goto error;
+            continue;
+        }
+        const fmoe_tensor *t;
+        if (take_slot(&c, slots[i], &t)) goto error;
+        if (op->slots[i].kind == TENSOR) {
+            memcpy(field, &t, sizeof t);
+        } else {
+            size_t n = tensor_bytes(t);
+            memcpy(field, &t->data, sizeof t->data);
+            memcpy(field + sizeof(void *), &n, sizeof n);
+        }
+    }
+    fmoe_device device = c.device;
+    const exchange_api *api = c.api;
+    if (args[4] != Py_None) {
+        const fmoe_tensor *t = take(&c, args[4]);
+        if (!t) goto error;
+        run.workspace = t->data;
+        run.workspace_bytes = tensor_bytes(t);
+    }
+    if (args[3] != Py_None) {
+        run.stream = PyLong_AsVoidPtr(args[3]);
+        if (PyErr_Occurred()) goto error;
+    } else if (device.type == FMOE_CUDA) {
+        if (!api || !api->current_stream) {
+            PyErr_SetString(PyExc_RuntimeError, "fusedmoe: this torch does not tell its CUDA stream; pass it");
+            goto error;
+        }
+        if (api->current_stream(device.type, device.id, &run.stream) != 0) goto error;
+    }
+    fmoe_status s;
+    if (device.type == FMOE_CPU) {
+        Py_BEGIN_ALLOW_THREADS
+        s = op->run(plan, a.bytes, &run);
+        Py_END_ALLOW_THREADS
+    } else { /* a device only takes the work into its queue */
+        s = op->run(plan, a.bytes, &run);
+    }
+    release(&c);
+    if (s != FMOE_OK) return fail(s);
+    Py_RETURN_NONE;
+error:
+    release(&c);
+    return NULL;
+}
+
+static PyObject *core_plan(PyObject *self, PyObject *args) {
+    (void)self;
+    fmoe_desc d = FMOE_DESC_INIT;
+    int op, dtype, device, id, act, threads;
+    unsigned int flags;
+    long long H, I, E, k, K, n, shared_I;
+    double alpha, limit;
+    PyObject *rule = Py_None;
+    if (!PyArg_ParseTuple(args, "iiiiLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I, &act, &flags,
+                          &alpha, &limit, &rule, &threads))
+        return NULL;
+    d.op = op, d.dtype = dtype, d.device = (fmoe_device){device, id};
+    d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I;
+    d.act = act, d.flags = flags, d.act_alpha = (float)alpha, d.act_limit = (float)limit, d.threads = threads;
+    if (rule != Py_None) {
+        fmoe_route_rule *r = &d.route;
+        if (!PyArg_ParseTuple(rule, "iiiiiidd", &r->score, &r->renormalize, &r->group_score, &r->groups, &r->topk_groups,
+                              &r->excluded_zero, &r->eps, &r->scale))
+            return NULL;
+    }
+    fmoe_plan plan = 0;
+    fmoe_status s;
+    Py_BEGIN_ALLOW_THREADS
+    s = fmoe_plan_create(&plan, &d);
+    Py_END_ALLOW_THREADS
+    return s == FMOE_OK ? PyLong_FromUnsignedLongLong(plan) : fail(s);
+}
+
+static PyObject *core_plan_destroy(PyObject *self, PyObject *arg) {
+    (void)self;
+    fmoe_plan plan = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    fmoe_status s = fmoe_plan_destroy(&plan);
+    if (s != FMOE_OK) return fail(s);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_workspace_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 3) return PyErr_Format(PyExc_TypeError, "workspace_bytes(plan, pass, T)");
+    fmoe_plan plan = PyLong_AsUnsignedLongLong(args[0]);
+    long pass = PyLong_AsLong(args[1]);
+    long long tokens = PyLong_AsLongLong(args[2]);
+    size_t bytes = 0;
+    if (PyErr_Occurred()) return NULL;
+    fmoe_status s = fmoe_workspace_bytes(plan, (fmoe_pass)pass, tokens, &bytes);
+    return s == FMOE_OK ? PyLong_FromSize_t(bytes) : fail(s);
+}
+
+static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+    (void)self;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "saved_bytes(plan, T)");
+    fmoe_plan plan = PyLong_AsUnsignedLongLong(args[0]);
+    long long tokens = PyLong_AsLongLong(args[1]);
+    size_t bytes = 0;
+    if (PyErr_Occurred()) return NULL;
+    fmoe_status s = fmoe_saved_bytes(plan, tokens, &bytes);
+    return s == FMOE_OK ? PyLong_FromSize_t(bytes) : fail(s);
+}
+
+static PyObject *core_describe(PyObject *self, PyObject *arg) {
+    (void)self;
+    char text[4096] = "";
+    fmoe_plan plan = PyLong_AsUnsignedLongLong(arg);
+    if (PyErr_Occurred()) return NULL;
+    if (!fmoe_plan_describe(plan, text, sizeof text)) return fail(FMOE_ERR_HANDLE);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *core_info(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    char text[8192] = "";
+    fmoe_info(text, sizeof text);
+    return PyUnicode_FromString(text);
+}
+
+static PyObject *core_cpu_isa(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyUnicode_FromString(fmoe_cpu_isa());
+}
+
+static PyObject *core_set_max_isa(PyObject *self, PyObject *arg) {
+    (void)self;
+    const char *name = arg == Py_None ? NULL : PyUnicode_AsUTF8AndSize(arg, NULL);
+    if (PyErr_Occurred()) return NULL;
+    fmoe_status s = fmoe_cpu_set_max_isa(name);
+    if (s != FMOE_OK) return fail(s);
+    Py_RETURN_NONE;
+}
+
+static PyObject *core_ceiling(PyObject *self, PyObject *args) {
+    (void)self;
+    int dtype, threads;
+    double gflops;
+    if (!PyArg_ParseTuple(args, "ii", &dtype, &threads)) return NULL;
+    if (!fmoe_cpu_ceiling_gflops) Py_RETURN_NONE;
+    Py_BEGIN_ALLOW_THREADS
+    gflops = fmoe_cpu_ceiling_gflops((fmoe_dtype)dtype, threads);
+    Py_END_ALLOW_THREADS
+    return PyFloat_FromDouble(gflops);
+}
+
+static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
+    (void)self;
+    int was = use_exchange, now = PyObject_IsTrue(arg);
+    if (now < 0) return NULL;
+    use_exchange = now;
+    return PyBool_FromLong(was);
+}
+
+static PyMethodDef methods[] = {
+    {"run", (PyCFunction)(void (*)(void))core_run, METH_FASTCALL, "run(op, plan, flags, stream, workspace, *slots)"},
+    {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, act, flags, alpha, limit, rule, threads)"},
+    {"plan_destroy", core_plan_destroy, METH_O, "plan_destroy(plan)"},
+    {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL, "workspace_bytes(plan, pass, T)"},
+    {"saved_bytes", (PyCFunction)(void (*)(void))core_saved_bytes, METH_FASTCALL, "saved_bytes(plan, T)"},
+    {"describe", core_describe, METH_O, "describe(plan): which kernels will run and why"},
+    {"info", core_info, METH_NOARGS, "What this machine and this library have"},
+    {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},
+    {"set_max_isa", core_set_max_isa, METH_O, "Cap the CPU kernel level of new plans; None: no cap"},
+    {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop on this CPU, measured; None: not known"},
+    {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fusedmoe._core", "The C library of fusedmoe", -1, methods,
+                                    NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__core(void) {
+    PyObject *m = PyModule_Create(&module);
+    if (!m) return NULL;
+    for (long i = 0; i < N_OPS; i++)
+        if (PyModule_AddIntConstant(m, OPS[i].name, i)) return NULL;
+    if (PyModule_AddStringConstant(m, "version", fmoe_version_string())) return NULL;
+    if (fmoe_version() / 100 != FMOE_VERSION / 100)
+        return PyErr_Format(PyExc_ImportError, "fusedmoe: the extension is of %d.%d, the library it found of %s",
+                            FMOE_VERSION_MAJOR, FMOE_VERSION_MINOR, fmoe_version_string());
+    return m;
+}

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The differentiable layer: torch.autograd.Function around the operators of ``fusedmoe.ops``.
+
+Only gradients that somebody asked for are computed; without any, the inference operators run and nothing is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+
+
+def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
+    """The dtype to compute in: autocast's where it is on, the weights' otherwise (as transformers does)."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return w.dtype
+
+
+def _no_second_derivative() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
+
+
+def _any_requires_grad(x: Tensor, p: Tensor, w: Sequence[Tensor]) -> bool:
+    if x.requires_grad or p.requires_grad:
+        return True
+    for t in w:
+        if t.requires_grad:  # noqa: SIM110  (a generator costs a microsecond)
+            return True
+    return False
+
+
+def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
+    """Routing weights are float32 or the dtype of the computation."""
+    return p if p.dtype == dtype or (p.dtype == torch.float32 and dtype != torch.float64) else p.to(dtype)
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, p: Tensor, act: int, flags: int, alpha: float, limit: float, *w: Tensor):
+        sizes = ops.layer_sizes(w, act, flags)
+        line = ops.experts_saved(x.dtype, x.device, sizes, ids.shape[1], act, flags, alpha, limit)
+        out, saved = ops.experts_forward(x, ids, p, w, act, flags, alpha, limit, line)
+        ctx.save_for_backward(x, ids, p, saved, *w)
+        ctx.layer = act, flags, alpha, limit
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):
+        _no_second_derivative()
+        x, ids, p, saved, *w = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        needs = (1 if need[0] else 0) | (2 if need[2] else 0)
+        if ctx.layer[1] & ops.LIST:  # one answer for all gates and ups, one for all downs
+            down = len(w) // (3 if ctx.layer[0] < ops.SILU else 2)
+            wanted = [any(need[7 : len(need) - down])] * (len(w) - down) + [any(need[len(need) - down :])] * down
+            needs |= (4 if wanted[0] else 0) | (8 if wanted[-1] else 0)
+        else:
+            wanted = list(need[7:])
+            for i, yes in enumerate(wanted):
+                needs |= (4 << i) if yes else 0
+        grads = ops.experts_backward(x, ids, p, w, saved, dout, *ctx.layer, needs)
+        i = 0
+        result: list[Tensor | None] = []
+        for yes in (need[0], need[2], *wanted):
+            result.append(grads[i] if yes else None)
+            i += 1 if yes else 0
+        return result[0], None, result[1], None, None, None, None, *result[2:]
+
+
+def experts(
+    x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+    limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype."""
+    dtype = compute_dtype(x, w[0])
+    for t in w:
+        if t.dtype != dtype:
+            w = [t.to(dtype) for t in w]
+            break
+    xc = x if x.dtype == dtype else x.to(dtype)
+    p = _fit_p(p, dtype)
+    if torch.is_grad_enabled() and _any_requires_grad(xc, p, w):
+        out = _Experts.apply(xc, ids, p, act, flags, alpha, limit, *w)
+    else:
+        out = ops.experts(xc, ids, p, w, act, flags, alpha, limit)
+    return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, k: int, rule: tuple, eps: float, scale: float):
+        ids, weights = ops.route(logits, [] if bias is None else [bias], k, rule, eps, scale)
+        ctx.save_for_backward(logits, ids)
+        ctx.rule = rule, eps, scale
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor, dweights: Tensor):
+        _no_second_derivative()
+        logits, ids = ctx.saved_tensors
+        return ops.route_backward(logits, ids, dweights, *ctx.rule), None, None, None, None, None
+
+
+def route(
+    logits: Tensor, k: int, *, score: int = ops.SOFTMAX, renormalize: bool = False, groups: int = 0, topk_groups: int = 0,
+    group_score: int = 0, excluded_zero: bool = False, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose (fmoe_route_rule)."""
+    rule = (score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero))
+    bias = None if select_bias is None else select_bias.detach().float()
+    return _Route.apply(logits, bias, k, rule, float(eps), float(scale))
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, E: int, flags: int):
+        xp, row_map, counts = ops.permute(x, ids, E, flags)
+        ctx.save_for_backward(row_map)
+        ctx.k = ids.shape[1]
+        ctx.mark_non_differentiable(row_map, counts)
+        return xp, row_map, counts
+
+    @staticmethod
+    def backward(ctx: Any, dxp: Tensor, *_: Any):
+        _no_second_derivative()
+        return ops.permute_backward(dxp, ctx.saved_tensors[0], ctx.k), None, None, None
+
+
+def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of x grouped by expert, the map from slot to row, and the rows each expert has."""
+    return _Permute.apply(x, ids, E, flags)
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, row_map: Tensor, p: Tensor):
+        ctx.save_for_backward(y, row_map, p)
+        return ops.unpermute(y, row_map, [p], p.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):
+        _no_second_derivative()
+        y, row_map, p = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        grads = ops.unpermute_backward(y, row_map, [p], dout, (1 if need[0] else 0) | (2 if need[2] else 0))
+        return grads[0] if need[0] else None, None, grads[-1] if need[2] else None
+
+
+def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
+    """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]."""
+    return _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))
+
+
+class GmmFunction(torch.autograd.Function):
+    """y[r] = x[r] . weight[group of r] (+ bias): x [R,K], weight [E,K,N] in any layout, group_list the rows of each group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
+        if not isinstance(group_list, Tensor):
+            group_list = torch.tensor(group_list, dtype=torch.int64, device=x.device)
+        dtype = compute_dtype(x, weight)
+        xc, wc = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(xc, wc, group_list)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return ops.grouped_matmul(xc, wc, [] if bias is None else [bias.to(dtype)], group_list, 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor):
+        _no_second_derivative()
+        x, w, sizes = ctx.saved_tensors
+        need = ctx.needs_input_grad
+        wanted = [need[0], need[1], len(need) > 3 and need[3]]
+        needs = (1 if wanted[0] else 0) | (2 if wanted[1] else 0) | (4 if wanted[2] else 0)
+        grads = list(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), needs, 0))
+        dx, dw, db = (grads.pop(0).to(d) if yes else None for yes, d in zip(wanted, ctx.dtypes, strict=True))
+        return dx, dw, None, db
+
+
+class HybridGmmFunction(torch.autograd.Function):
+    """A tuple of x_i . weight_i: apply(num_experts, *inputs, *weights), inputs [m_i,K], weights [K,N]."""
+
+    @staticmethod
+    def forward(ctx: Any, num_experts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        xs, ws = tensors[:num_experts], tensors[num_experts:]
+        if len(ws) != num_experts or not num_experts:
+            raise ValueError(f"HybridGmmFunction: {num_experts} experts need as many inputs and weights, got {len(tensors)} tensors")
+        dtype = compute_dtype(xs[0], ws[0])
+        cast = [t.to(dtype) for t in tensors]
+        ctx.save_for_backward(*cast)
+        ctx.num_experts = num_experts
+        ctx.dtypes = [t.dtype for t in tensors]
+        ys = ops.grouped_matmul_list(cast[:num_experts], cast[num_experts:], [])
+        return tuple(y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor):
+        _no_second_derivative()
+        n, saved, need = ctx.num_experts, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        needs = (1 if any(need[:n]) else 0) | (2 if any(need[n:]) else 0)
+        dys = [dy.to(saved[0].dtype) for dy in dys]
+        grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], dys, needs)
+        dx = grads[:n] if needs & 1 else [None] * n
+        dw = grads[-n:] if needs & 2 else [None] * n
+        out = [g.to(d) if yes else None for g, d, yes in zip((*dx, *dw), ctx.dtypes, need, strict=True)]
+        return None, *out
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, act: int, flags: int, alpha: float, limit: float) -> Tensor:
+        ctx.save_for_backward(h)
+        ctx.act = act, flags, alpha, limit
+        return ops.activation(h, act, flags, alpha, limit)
+
+    @staticmethod
+    def backward(ctx: Any, da: Tensor):
+        _no_second_derivative()
+        return ops.activation_backward(ctx.saved_tensors[0], da, *ctx.act), None, None, None, None
+
+
+def activation(h: Tensor, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """a = act(h), h [R,2I] (gate and up) or [R,I] for the ungated ones."""
+    return _Activation.apply(h, act, flags, float(alpha), float(limit))

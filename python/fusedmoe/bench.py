@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""python -m fusedmoe.bench: experts implementations of transformers side by side, on any architecture and shape.
+
+Implementations take turns inside every round, so that a busy machine slows all of them; the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import re
+import statistics
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _core, ops
+from .integrations import transformers as hf
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def experts_class(arch: str) -> type:
+    """The first experts class of a transformers model directory ("qwen3_moe", "gpt_oss", ...)."""
+    import transformers
+
+    folder = Path(transformers.__file__).parent / "models" / arch
+    for path in sorted(folder.glob("modeling_*.py")):
+        found = re.search(r"@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)", path.read_text())
+        if found:
+            return getattr(importlib.import_module(f"transformers.models.{arch}.{path.stem}"), found[1])
+    raise SystemExit(f"transformers {transformers.__version__} has no experts class in models/{arch}")
+
+
+def build(arch: str, H: int, I: int, E: int, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """An experts module of that shape with random weights."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    config = types.SimpleNamespace(
+        **dict.fromkeys(names, E), hidden_size=H, moe_hidden_size=H, moe_intermediate_size=I, intermediate_size=I,
+        hidden_act="silu", hidden_activation="gelu_pytorch_tanh", mlp_hidden_act="relu2", swiglu_limit=7.0, swiglu_alpha=1.702,
+        moe_latent_size=None, rms_norm_eps=1e-6, post_norm_eps=1e-6, _experts_implementation="eager",
+    )  # fmt: skip
+    module = experts_class(arch)(config)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    return module.to(device, dtype)
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        torch.accelerator.synchronize()
+
+
+def _resident(key: str) -> float:
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+
+def peak_megabytes(step: Callable[[], Any], device: str) -> float | None:
+    """Memory a step needs above what is there before it; None where the system does not tell."""
+    if device != "cpu":
+        torch.accelerator.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.accelerator.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    try:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")
+        step()
+        return _resident("VmHWM") - before
+    except (OSError, AttributeError):
+        return None
+
+
+def measure(
+    arch: str, T: int, H: int, I: int, E: int, k: int, dtype: str, device: str, implementations: Sequence[str], rounds: int,
+    backward: bool = True,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One shape: a row for each implementation and pass."""
+    module = build(arch, H, I, E, DTYPES[dtype], device)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(T, H, generator=g).to(device, DTYPES[dtype]).requires_grad_()
+    p = torch.rand(T, k, generator=g).to(device, DTYPES[dtype]).requires_grad_()
+    ids = torch.rand(T, E, generator=g).topk(k).indices.to(device)
+    dout = torch.randn(T, H, generator=g).to(device, DTYPES[dtype])
+
+    def forward() -> None:
+        with torch.no_grad():
+            module(x, ids, p)
+
+    def step() -> None:
+        module.zero_grad(set_to_none=True)
+        x.grad = p.grad = None
+        module(x, ids, p).backward(dout)
+
+    passes = {"fwd": forward, **({"fwd+bwd": step} if backward else {})}
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(implementations, passes)}
+    peaks: dict[str, float | None] = {}
+    for i in range(rounds + 1):
+        for name in implementations:
+            module.config._experts_implementation = name
+            for what, run in passes.items():
+                _synchronize(device)
+                start = time.perf_counter()
+                run()
+                _synchronize(device)
+                if i:  # the first round warms up
+                    times[name, what].append(time.perf_counter() - start)
+            if not i and backward:
+                module.zero_grad(set_to_none=True)
+                peaks[name] = peak_megabytes(step, device)
+    threads = torch.get_num_threads()
+    ceiling = _core.ceiling(ops.DTYPES[DTYPES[dtype]], threads) if device == "cpu" else None
+    gated = getattr(module, "has_gate", True)
+    rows = []
+    for (name, what), seconds in times.items():
+        flops = 2 * T * k * H * I * (3 if gated else 2) * (3 if what == "fwd+bwd" else 1)
+        ms = statistics.median(seconds) * 1e3
+        gflops = flops / ms / 1e6
+        arch_name = _core.cpu_isa() if device == "cpu" else torch.cuda.get_device_name()
+        rows.append({
+            "op": "experts", "pass": what, "backend": name, "isa_or_arch": arch_name, "dtype": dtype, "T": T, "H": H, "I": I,
+            "E": E, "k": k, "threads": threads, "ms": round(ms, 4), "gflops": round(gflops, 2), "ceiling_gflops": ceiling,
+            "share": round(gflops / ceiling, 3) if ceiling else None, "peer": name != hf.NAME, "best_ms": round(min(seconds) * 1e3, 4),
+            "peak_mb": None if peaks.get(name) is None or what == "fwd" else round(peaks[name], 1), "model": arch,
+        })  # fmt: skip
+    return rows
+
+
+def chart(rows: list[dict[str, Any]], path: str) -> None:
+    """Bars of milliseconds, one group a shape and pass."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups = list(dict.fromkeys((r["dtype"], r["T"], r["pass"]) for r in rows))
+    names = list(dict.fromkeys(r["backend"] for r in rows))
+    figure, axis = plt.subplots(figsize=(max(6, 1.3 * len(groups)), 4), layout="constrained")
+    for i, name in enumerate(names):
+        values = [next((r["ms"] for r in rows if (r["dtype"], r["T"], r["pass"], r["backend"]) == (*g, name)), 0) for g in groups]
+        bars = axis.bar([j + i * 0.8 / len(names) for j in range(len(groups))], values, 0.8 / len(names), label=name)
+        axis.bar_label(bars, fmt="%.3g", fontsize=7)
+    axis.set_xticks([j + 0.4 - 0.4 / len(names) for j in range(len(groups))], [f"{d} T={t}\n{p}" for d, t, p in groups])
+    axis.set_ylabel("milliseconds (median)")
+    axis.set_yscale("log")
+    r = rows[0]
+    axis.set_title(f"{r['model']}: H={r['H']} I={r['I']} E={r['E']} k={r['k']}, {r['isa_or_arch']}, {r['threads']} threads")
+    axis.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
+    words = lambda text: text.split(",")  # noqa: E731
+    parser = argparse.ArgumentParser("python -m fusedmoe.bench", description=__doc__.split("\n")[0])
+    parser.add_argument("--op", default="experts", choices=["experts"])
+    parser.add_argument("--arch", default="qwen3_moe", help="a model directory of transformers (default %(default)s)")
+    for name, default in (("T", "64,512"), ("H", "1024"), ("I", "512"), ("E", "32"), ("k", "4")):
+        parser.add_argument(f"--{name}", type=numbers, default=numbers(default), help=f"default {default}")
+    parser.add_argument("--dtype", type=words, default=["f32", "bf16"], help="default f32,bf16")
+    parser.add_argument("--impl", type=words, default=["eager", "grouped_mm", hf.NAME], help="default eager,grouped_mm,fusedmoe")
+    parser.add_argument("--threads", type=int, default=0, help="0: as many as torch has")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--forward-only", action="store_true")
+    for name in ("json", "csv", "png"):
+        parser.add_argument(f"--{name}", metavar="FILE")
+    args = parser.parse_args(argv)
+    if not hf.register():
+        parser.error("transformers 5 or newer is needed")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rows: list[dict[str, Any]] = []
+    print(f"{'dtype':5} {'T':>6} {'H':>5} {'I':>5} {'E':>4} {'k':>2} {'pass':8} {'backend':12} {'ms':>10} {'GFLOP/s':>9} {'share':>6} {'peak MB':>8}")
+    for dtype, T, H, I, E, k in itertools.product(args.dtype, args.T, args.H, args.I, args.E, args.k):
+        new = measure(args.arch, T, H, I, E, k, dtype, args.device, args.impl, args.rounds, not args.forward_only)
+        for r in sorted(new, key=lambda r: r["pass"]):
+            share, peak = (f"{r[key]:.2f}" if r[key] is not None else "" for key in ("share", "peak_mb"))
+            print(f"{dtype:5} {T:6} {H:5} {I:5} {E:4} {k:2} {r['pass']:8} {r['backend']:12} {r['ms']:10.3f} {r['gflops']:9.1f} {share:>6} {peak:>8}")
+        rows += new
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1))
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    if args.png:
+        chart(rows, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an experts module computes, found out and never assumed.
+
+An activation is known by its type, or by its result: run on a probe, value and gradient, beside every activation the C
+library has. What stays unknown is called as the model wrote it, between two grouped matmuls.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import autograd, ops
+
+logger = logging.getLogger("fusedmoe")
+_said: set[str] = set()
+
+
+def say_once(text: str, level: int = logging.WARNING) -> None:
+    """One log line, once a process; nothing inside torch.compile."""
+    if not torch.compiler.is_compiling() and text not in _said:
+        _said.add(text)
+        logger.log(level, text)
+
+
+class Layer(NamedTuple):
+    """How to run one experts module. act None: its own activation, composed; own True: its own forward."""
+
+    act: int | None = None
+    flags: int = ops.SKIP_E
+    alpha: float = 0.0
+    limit: float = 0.0
+    gate: bool = True
+    bias: bool = False
+    norm: bool = False
+    own: bool = False
+    attributes: int = 0  # how many the module had when it was looked at
+    watched: tuple[tuple[str, Any], ...] = ()  # what the activation was read from
+
+
+# ---- activations ----------------------------------------------------------------------------------------------------
+
+_GATED = {"silu": ops.SWIGLU, "gelu": ops.GEGLU, "gelu_tanh": ops.GEGLU_TANH, "relu": ops.REGLU}
+_PLAIN = {"silu": ops.SILU, "gelu": ops.GELU, "gelu_tanh": ops.GELU_TANH, "relu": ops.RELU, "relu2": ops.RELU2}
+_BY_TYPE = {
+    "SiLU": "silu", "SiLUActivation": "silu", "silu": "silu", "GELUActivation": "gelu", "gelu": "gelu", "ReLU": "relu",
+    "relu": "relu", "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
+}  # fmt: skip
+_OWNERS = ("torch.nn.modules.activation", "torch.nn.functional", "transformers.activations", "torch._C._nn")
+
+
+def activation_name(fn: Any) -> str | None:
+    """silu, gelu, gelu_tanh, relu or relu2, when fn is one of torch's or transformers' own."""
+    kind = fn if callable(fn) and not isinstance(fn, nn.Module) else type(fn)
+    if fn is F.silu:
+        return "silu"
+    if getattr(kind, "__module__", None) not in _OWNERS:
+        return None
+    if kind.__name__ == "GELU":
+        return "gelu_tanh" if fn.approximate == "tanh" else "gelu"
+    return _BY_TYPE.get(kind.__name__)
+
+
+def _candidates(gate: bool, alphas: Sequence[float], limits: Sequence[float]) -> list[tuple[int, int, float, float]]:
+    if not gate:
+        return [(act, 0, 0.0, 0.0) for act in _PLAIN.values()]
+    found = [(act, 0.0, 0.0) for act in _GATED.values()]
+    for limit in limits:
+        found += [(ops.SWIGLU_CLAMP, 0.0, limit), (ops.SWIGLU_CLAMP_OUT, 0.0, limit)]
+        found += [(ops.SWIGLU_OAI, alpha, limit) for alpha in alphas]
+    return [(act, flags, alpha, limit) for flags in (0, ops.INTERLEAVED) for act, alpha, limit in found]
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e6
+
+
+def activation_by_result(fn: Callable[[Tensor], Tensor], gate: bool, width: int, module: nn.Module) -> tuple | None:
+    """(act, flags, alpha, limit) of the one activation whose value and gradient on a probe are fn's; None: no such one."""
+    values = {name: float(v) for name, v in vars(module).items() if _number(v)}
+    limits = {v for name, v in values.items() if "limit" in name} or {7.0}
+    alphas = {v for name, v in values.items() if "alpha" in name} or {1.702}
+    g = torch.Generator().manual_seed(1)
+    scale = torch.tensor([0.5, 3.0, *(2.0 * v for v in limits)]).repeat_interleave(16)[:, None]
+    columns = 2 * width if gate else width
+    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        h = (torch.randn(len(scale), columns, generator=g) * scale).requires_grad_()
+        try:
+            want = fn(h)
+            (dwant,) = torch.autograd.grad(want.sum(), h)
+        except Exception:  # it wants something that a probe has not: another device, another shape
+            return None
+        if want.dtype != torch.float32 or want.shape != (len(scale), width):
+            return None
+        for candidate in _candidates(gate, sorted(alphas), sorted(limits)):
+            got = ops.activation(h.detach(), *candidate)
+            dgot = ops.activation_backward(h.detach(), torch.ones_like(got), *candidate)
+            if torch.allclose(got, want, 1e-5, 1e-5) and torch.allclose(dgot, dwant, 1e-4, 1e-4):
+                return candidate
+    return None
+
+
+# ---- experts modules with stacked weights -----------------------------------------------------------------------------
+
+_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm"}
+_READ = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
+
+
+def look_at(module: nn.Module) -> Layer:
+    """The Layer of a transformers v5 experts module, remembered on it."""
+    own = vars(module)
+    unknown = sorted(n for n in own if n.startswith(("has_", "is_")) and n not in _FLAGS)
+    name = type(module).__name__
+    if unknown:
+        say_once(f"{name} has the flag {', '.join(unknown)}, which fusedmoe does not know: it keeps its own forward")
+        return Layer(own=True)
+    gate = own.get("has_gate", True)
+    try:
+        up = module.gate_up_proj if gate else module.up_proj
+        down = module.down_proj
+        supported = up.dtype in ops.DTYPES and up.dim() == down.dim() == 3
+    except AttributeError:
+        supported = False
+    if not supported:
+        say_once(f"{name} has no stacked weights of a dtype that fusedmoe computes: it keeps its own forward")
+        return Layer(own=True)
+    bias, norm = own.get("has_bias", False), own.get("has_post_expert_norm", False)
+    flags = ops.SKIP_E | (ops.TRANSPOSED if own.get("is_transposed", False) else 0) | (ops.BIAS if bias else 0)
+    watched = tuple((n, getattr(module, n)) for n in _READ if hasattr(module, n))
+    layer = Layer(None, flags, 0.0, 0.0, gate, bias, norm, attributes=len(own) + ("_fmoe_layer" not in own), watched=watched)
+    width = down.shape[1] if flags & ops.TRANSPOSED else down.shape[2]
+    default = getattr(getattr(type(module), "_apply_gate", None), "__name__", None) == "_default_apply_gate"
+    act = activation_name(getattr(module, "act_fn", None)) if default or not gate else None
+    if act in (_GATED if gate else _PLAIN):
+        layer = layer._replace(act=(_GATED if gate else _PLAIN)[act])
+    elif torch.compiler.is_compiling():
+        return layer  # composed this time: a probe cannot be traced
+    else:
+        found = activation_by_result(module._apply_gate if gate else module.act_fn, gate, int(width), module)
+        if found:
+            layer = layer._replace(act=found[0], flags=flags | found[1], alpha=found[2], limit=found[3])
+        else:
+            say_once(f"{name}: its activation is not one of fusedmoe's; it is called between two grouped matmuls", logging.INFO)
+    if not torch.compiler.is_compiling():
+        module._fmoe_layer = layer
+    return layer
+
+
+def layer_of(module: nn.Module) -> Layer:
+    """The remembered Layer, looked at again when the module has changed."""
+    layer = vars(module).get("_fmoe_layer")
+    if layer is None:
+        return look_at(module)
+    if not torch.compiler.is_compiling():
+        if len(vars(module)) != layer.attributes:
+            return look_at(module)
+        for name, value in layer.watched:
+            if getattr(module, name) is not value:
+                return look_at(module)
+    return layer
+
+
+def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor) -> Tensor:
+    """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E])."""
+    up, down = (module.gate_up_proj if layer.gate else module.up_proj), module.down_proj
+    w = [up, down]
+    if layer.bias:
+        w += [module.gate_up_proj_bias if layer.gate else module.up_proj_bias, module.down_proj_bias]
+    x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
+    if p.shape[1] != ids.shape[1]:  # scattered over all experts, as transformers 5.0 does
+        p = p.gather(1, ids)
+    if layer.act is not None and not layer.norm:
+        out = autograd.experts(x, ids, p, w, layer.act, layer.flags, layer.alpha, layer.limit)
+    else:
+        out = _composed(module, layer, x, ids, p, w)
+    return out if hidden_states.dim() == 2 else out.view(hidden_states.shape)
+
+
+def _composed(module: nn.Module, layer: Layer, x: Tensor, ids: Tensor, p: Tensor, w: list[Tensor]) -> Tensor:
+    up, down, *bias = w
+    if not layer.flags & ops.TRANSPOSED:
+        up, down = up.transpose(1, 2), down.transpose(1, 2)
+    b1, b2 = bias or (None, None)
+    dtype = autograd.compute_dtype(x, up)
+    rows, row_map, counts = autograd.permute(x.to(dtype), ids, up.shape[0])
+    h = autograd.GmmFunction.apply(rows, up, counts, b1)
+    if layer.act is not None:
+        a = autograd.activation(h, layer.act, layer.flags & ops.INTERLEAVED, layer.alpha, layer.limit)
+    else:
+        a = module._apply_gate(h) if layer.gate else module.act_fn(h)
+    y = autograd.GmmFunction.apply(a, down, counts, b2)
+    if layer.norm:
+        y = module.post_expert_norm(y)
+    return autograd.unpermute(y, row_map, p).to(x.dtype)
+
+
+# ---- experts in a list of modules of their own (transformers v4) ---------------------------------------------------------
+
+_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
+    """The names of gate, up and down when experts is a list of gated MLPs, else None."""
+    if not isinstance(experts, nn.ModuleList) or not len(experts):
+        return None
+    for names in _NAMES:
+        if all(n in experts[0]._modules for n in names):
+            return names
+    return None
+
+
+def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> list[Tensor] | None:
+    """gates, ups, downs of all experts; None where a Linear is not plain: wrapped (PEFT), quantized, with bias or hooks."""
+    w: list[Tensor] = []
+    modules = [e._modules for e in experts._modules.values()]
+    for name in names:
+        for m in modules:
+            linear = m.get(name)
+            if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
+                return None
+            weight = linear._parameters.get("weight")
+            if weight is None or linear._parameters.get("bias") is not None or weight.dtype not in ops.DTYPES:
+                return None
+            w.append(weight)
+    return w
+
+
+def list_activation(experts: nn.ModuleList) -> int | None:
+    """The gated activation of the experts' MLPs."""
+    fn = getattr(experts[0], "act_fn", None)
+    name = activation_name(fn)
+    if name in _GATED:
+        return _GATED[name]
+    if not callable(fn):
+        return None
+    found = activation_by_result(lambda h: fn(h), False, 8, experts[0])
+    gated = {ops.SILU: ops.SWIGLU, ops.GELU: ops.GEGLU, ops.GELU_TANH: ops.GEGLU_TANH, ops.RELU: ops.REGLU}
+    return gated.get(found[0]) if found else None

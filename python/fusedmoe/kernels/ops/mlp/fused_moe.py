@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fused_moe, cpu_fused_moe, cuda_fused_moe: MoE layers of a Hugging Face model on fusedmoe, for the device the model is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .... import ops
+from ....integrations import transformers as hf
+from ...base import BaseKernel, DeviceType, register_kernel
+
+
+def model_device(model: Any) -> torch.device:
+    """The device of a model's first parameter (or buffer)."""
+    tensor = next(iter(model.parameters()), None)
+    if tensor is None:
+        tensor = next(iter(model.buffers()), None)
+    return torch.device("cpu") if tensor is None else tensor.device
+
+
+@register_kernel
+class CpuFusedMoEKernel(BaseKernel):
+    """For a model on the CPU."""
+
+    _kernel_id = "cpu_fused_moe"
+    _device = DeviceType.CPU
+
+    @classmethod
+    def missing(cls, model: Any = None) -> str | None:
+        device = "cpu" if model is None else model_device(model).type
+        return None if device in ("cpu", "meta") else f"it needs a model on the cpu, this one is on {device}"
+
+    @classmethod
+    def apply(cls, **kwargs: Any) -> Any:
+        """Apply to ``model=``; ValueError without one, RuntimeError when it is on another device."""
+        return hf.apply(cls._checked_model(kwargs))
+
+
+@register_kernel
+class CudaFusedMoEKernel(BaseKernel):
+    """For a machine with CUDA."""
+
+    _kernel_id = "cuda_fused_moe"
+    _device = DeviceType.CUDA
+
+    @classmethod
+    def missing(cls, model: Any = None) -> str | None:
+        problem = super().missing(model)
+        if problem is None:
+            try:  # a plan settles whether the backend is there and takes this device
+                ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 0, 64, 64, 2, 1)
+            except (RuntimeError, NotImplementedError) as error:
+                problem = f"CUDA is there, but fusedmoe cannot use it: {error}"
+        return problem
+
+    @classmethod
+    def apply(cls, **kwargs: Any) -> Any:
+        """Apply to ``model=``; ValueError without one, RuntimeError without CUDA."""
+        return hf.apply(cls._checked_model(kwargs))
+
+
+@register_kernel
+class FusedMoEKernel(BaseKernel):
+    """For whatever device the model is on."""
+
+    _kernel_id = "fused_moe"
+
+    @classmethod
+    def get_device(cls) -> str:
+        """fused_moe fits every device."""
+        return "any"
+
+    @classmethod
+    def _kernel_for(cls, model: Any) -> type[BaseKernel] | None:
+        from .npu_fused_moe import NpuFusedMoEKernel
+
+        kernels = {"cpu": CpuFusedMoEKernel, "meta": CpuFusedMoEKernel, "cuda": CudaFusedMoEKernel, "npu": NpuFusedMoEKernel}
+        return kernels.get(model_device(model).type)
+
+    @classmethod
+    def missing(cls, model: Any = None) -> str | None:
+        if model is None:
+            return None
+        kernel = cls._kernel_for(model)
+        return f"there is no backend for {model_device(model).type}" if kernel is None else kernel.missing(model)
+
+    @classmethod
+    def apply(cls, **kwargs: Any) -> Any:
+        """Apply to ``model=``."""
+        return hf.apply(cls._checked_model(kwargs))

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The classes of LLaMA-Factory's npu_fused_moe, with its names, argument orders and return types.
+
+The functions compute on the device their tensors are on; only NpuFusedMoEKernel.apply asks for an NPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....autograd import GmmFunction, HybridGmmFunction, experts, route
+from ....integrations import layers
+from ....integrations import transformers as hf
+from .... import ops
+from ...base import BaseKernel, DeviceType, register_kernel
+
+__all__ = ["GmmFunction", "HybridGmmFunction", "NpuFusedMoEKernel", "NpuMoeFused", "Qwen3NpuMoeFused", "kernel_moe_mapping"]
+
+
+def _stacked_layer(module: nn.Module, transposed: bool) -> layers.Layer:
+    """The Layer of stacked experts that carry no flags: [E,H,2I] and [E,I,H] (transposed), or v5's layout."""
+    if "has_gate" in vars(module):
+        return layers.layer_of(module)
+    fn = getattr(module, "act_fn", None)
+    gated = layers._GATED.get(layers.activation_name(fn) or "")
+    flags = ops.SKIP_E | (ops.TRANSPOSED if transposed else 0)
+    if gated is None:
+        if fn is None:
+            raise ValueError(f"{type(module).__name__} has no act_fn: fusedmoe does not guess an activation")
+        width = module.down_proj.shape[1 if transposed else 2]
+
+        def gate(h: Tensor) -> Tensor:
+            g, u = h.chunk(2, dim=-1)
+            return fn(g) * u
+
+        found = layers.activation_by_result(gate, True, int(width), module)
+        if found is None:
+            raise ValueError(f"{type(module).__name__}: the activation {fn} is not one of fusedmoe's")
+        return layers.Layer(found[0], flags | found[1], found[2], found[3])
+    return layers.Layer(gated, flags)
+
+
+class NpuMoeFused:
+    """Forwards of modules whose experts are stacked tensors."""
+
+    @staticmethod
+    def npu_moe_experts_forward(self: nn.Module, hidden_states: Tensor, routing_weights: Tensor, router_indices: Tensor) -> Tensor:
+        """(B,S,H), weights (T,k), ids (T,k) -> (B,S,H); gate_up_proj [E,H,2I], down_proj [E,I,H]."""
+        layer = _stacked_layer(self, transposed=True)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        k = router_indices.shape[-1]
+        out = layers.run(self, layer, x, router_indices.reshape(-1, k), routing_weights.reshape(-1, routing_weights.shape[-1]))
+        return out.view(hidden_states.shape)
+
+    @staticmethod
+    def npu_moe_experts_v5_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """(T,H), ids (T,k), weights (T,k) -> (T,H); gate_up_proj [E,2I,H], down_proj [E,H,I]."""
+        return layers.run(self, _stacked_layer(self, transposed=False), hidden_states, top_k_index, top_k_weights)
+
+    @staticmethod
+    def npu_moe_sparse_block_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+        """(B,S,H) -> (B,S,H), the tensor alone: softmax, top-k, renormalised, experts."""
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        ids, p = route(self.gate(x), self.top_k, renormalize=True)
+        return NpuMoeFused.npu_moe_experts_forward(self.experts, hidden_states, p.to(x.dtype), ids)
+
+
+class Qwen3NpuMoeFused:
+    """Forwards of modules whose experts are Linear layers of their own."""
+
+    @staticmethod
+    def qwen3moe_sparse_moe_block_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,S,H) -> (states, router logits (T,E))."""
+        names = layers.list_names(self.experts)
+        w = layers.list_weights(self.experts, names) if names else None
+        act = layers.list_activation(self.experts) if names else None
+        if w is None or act is None:
+            raise ValueError(
+                f"{type(self).__name__}: the experts' Linear layers are wrapped, quantized or have a bias, or their activation is "
+                "unknown; reading their weights would give a wrong result"
+            )
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.gate(x)
+        ids, p = route(logits, self.top_k, renormalize=bool(self.norm_topk_prob))
+        return experts(x, ids, p.to(x.dtype), w, act, ops.LIST).view(hidden_states.shape), logits
+
+
+def _mapping() -> dict[str, dict[str, Callable]]:
+    try:
+        from transformers import __version__ as version
+    except ImportError:
+        version = "5"
+    if int(version.split(".")[0]) >= 5:
+        forward = NpuMoeFused.npu_moe_experts_v5_forward
+        return {
+            "Qwen3MoeForCausalLM": {"Qwen3MoeExperts": forward},
+            "Qwen3VLMoeForConditionalGeneration": {"Qwen3VLMoeTextExperts": forward},
+            "Qwen3_5MoeForCausalLM": {"Qwen3_5MoeExperts": forward},
+            "Qwen3_5MoeForConditionalGeneration": {"Qwen3_5MoeExperts": forward},
+        }
+    return {
+        "Qwen3MoeForCausalLM": {"Qwen3MoeSparseMoeBlock": Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward},
+        "Qwen3VLMoeForConditionalGeneration": {
+            "Qwen3VLMoeTextExperts": NpuMoeFused.npu_moe_experts_forward,
+            "Qwen3VLMoeTextSparseMoeBlock": NpuMoeFused.npu_moe_sparse_block_forward,
+        },
+    }
+
+
+# What the original would patch, for those who read it. NpuFusedMoEKernel goes by structure and patches more models.
+kernel_moe_mapping = _mapping()
+
+
+@register_kernel
+class NpuFusedMoEKernel(BaseKernel):
+    """For a machine with an Ascend NPU."""
+
+    _kernel_id = "npu_fused_moe"
+    _device = DeviceType.NPU
+
+    @classmethod
+    def apply(cls, **kwargs: Any) -> Any:
+        """Apply to ``model=``; ValueError without one, RuntimeError without an NPU or torch_npu."""
+        return hf.apply(cls._checked_model(kwargs))

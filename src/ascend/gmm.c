@@ -1,0 +1,174 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * gmm.c - the grouped matmul as an operation of its own: rows grouped by sizes on the device, or lists of tensors whose sizes
+ * the host knows. GroupedMatmul has no 16-bit product with an f32 result: for one group both operands are cast to f32 (the
+ * router), for several the 16-bit result is cast. */
+#include "ascend.h"
+#include "ops.h"
+
+static asc_groups groups_of(asc_call *c, const fmoe_gmm_args *a)
+{
+    asc_groups g = {.n = c->p->d.E, .cumulative = a->cumulative != 0};
+    if (g.n > 1) g.list = asc_packed_as(c, asc_of(a->sizes), ACL_INT64);
+    else if (a->sizes) asc_fail(c, FMOE_ERR_UNSUPPORTED, "grouped matmul of one group takes no sizes here: all rows belong to it");
+    return g;
+}
+
+static bool is_wide(const asc_view *v, aclDataType dtype) { return v->dtype == ACL_FLOAT && dtype != ACL_FLOAT; }
+
+/* One group in f32: the operands as f32. */
+static asc_weights widen(asc_call *c, asc_weights w)
+{
+    const asc_view turned = asc_turn(w.stack);
+    if (asc_is_packed(&w.stack)) w.stack = asc_packed_as(c, w.stack, ACL_FLOAT);
+    else w.stack = asc_turn(asc_packed_as(c, turned, ACL_FLOAT));
+    return w;
+}
+
+static void forward(asc_call *c, const fmoe_gmm_args *a)
+{
+    const aclDataType dtype = asc_plan_dtype(c->p);
+    asc_groups g = groups_of(c, a);
+    asc_view x = asc_packed(c, a->x);
+    const asc_view y = asc_of(a->y);
+    asc_weights w = asc_weights_of(c, "w", a->w, NULL, g.n);
+    if (is_wide(&y, dtype) && g.n == 1) {
+        x = asc_packed_as(c, x, ACL_FLOAT);
+        w = widen(c, w);
+    }
+    asc_view to = asc_target(c, a->y, x.dtype, false);
+    if (to.data != y.data && g.n > 1 && x.dims[0] > 0) asc_copy(c, to, y); /* rows past the total are left as they are */
+    asc_rows_product(c, x, w, a->bias, &g, to);
+    if (x.dims[0] > 0) asc_deliver(c, a->y, to, false);
+}
+
+static void backward(asc_call *c, const fmoe_gmm_args *a, uint32_t flags)
+{
+    const aclDataType dtype = asc_plan_dtype(c->p);
+    asc_groups g = groups_of(c, a);
+    asc_view dy = asc_of(a->dy);
+    const bool wide = is_wide(&dy, dtype) && g.n == 1; /* then everything is done in f32 */
+    dy = asc_packed_as(c, dy, wide ? ACL_FLOAT : dtype);
+    const bool f32_grads = (a->dw && fmoe_tensor_dtype(a->dw) == FMOE_F32) || (a->dbias && fmoe_tensor_dtype(a->dbias) == FMOE_F32);
+    if (dtype != ACL_FLOAT && g.n > 1 && f32_grads) asc_running(c, &g);
+    if (a->dx) {
+        const size_t mark = c->used;
+        const bool add = flags & FMOE_ADD_DX;
+        asc_weights w = asc_weights_of(c, "w", a->w, NULL, g.n);
+        if (wide) w = widen(c, w);
+        const asc_view dx = asc_target(c, a->dx, dy.dtype, add);
+        if (g.n > 1) asc_zero(c, dx); /* rows past the total */
+        asc_rows_product(c, dy, asc_weights_turn(w), NULL, &g, dx);
+        if (dy.dims[0] > 0) asc_deliver(c, a->dx, dx, add);
+        asc_release(c, mark);
+    }
+    if (a->dw) {
+        const size_t mark = c->used;
+        asc_view x = asc_packed(c, a->x);
+        if (wide) x = asc_packed_as(c, x, ACL_FLOAT);
+        const asc_weights dw = asc_weights_of(c, "dw", a->dw, NULL, g.n);
+        if (dw.stack.dtype == ACL_FLOAT || !wide) {
+            asc_outer_product(c, x, dy, &g, dw, flags & FMOE_ACCUMULATE);
+        } else { /* f32 dy, 16-bit dw: round it first */
+            asc_outer_product(c, asc_packed_as(c, x, dtype), asc_packed_as(c, dy, dtype), &g, dw, flags & FMOE_ACCUMULATE);
+        }
+        asc_release(c, mark);
+    }
+    if (a->dbias) {
+        const size_t mark = c->used;
+        asc_bias_gradient(c, asc_packed_as(c, dy, fmoe_tensor_dtype(a->dbias) == FMOE_F32 && g.n == 1 ? ACL_FLOAT : dtype), &g, a->dbias,
+                          flags & FMOE_ACCUMULATE);
+        asc_release(c, mark);
+    }
+}
+
+/* ---- Lists ---- */
+
+/* y[i] = x[i] . w[i] for up to 128 members whose x has rows. */
+static void list_product(asc_call *c, const asc_view *x, const asc_view *w, const asc_view *bias, const asc_view *y, int64_t n)
+{
+    if (n == 0) return;
+    if (x[0].dtype == ACL_FLOAT) { /* lists of float32 are not in GroupedMatmul */
+        for (int64_t i = 0; i < n; i++) {
+            asc_mm(c, x[i], w[i], y[i]);
+            if (bias) asc_add_to(c, y[i], bias[i]);
+        }
+        return;
+    }
+    const aclTensorList *tx = asc_list(c, x, n), *tw = asc_list(c, w, n), *tb = bias ? asc_list(c, bias, n) : NULL, *ty = asc_list(c, y, n);
+    if (c->acl->aclnnGroupedMatmulV5)
+        ASC_LAUNCH(c, GroupedMatmulV5, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0, NULL, ty, NULL, NULL);
+    else
+        ASC_LAUNCH(c, GroupedMatmulV4, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0, ty, NULL, NULL);
+}
+
+/* Does CANN see this matrix as transposed? Members of one call must agree. */
+static bool looks_turned(const asc_view *v) { return !asc_is_packed(v); }
+
+static void products(asc_call *c, const fmoe_tensor *x, const fmoe_tensor *w, const fmoe_tensor *bias, const fmoe_tensor *y, bool turn, bool add)
+{
+    asc_view vx[128], vw[128], vb[128], vy[128];
+    const fmoe_tensor *to[128];
+    const int64_t E = c->p->d.E;
+    const aclDataType dtype = asc_plan_dtype(c->p);
+    int64_t at = 0;
+    while (at < E && c->status == FMOE_OK) {
+        const size_t mark = c->used;
+        int64_t n = 0;
+        for (; at < E && n < 128; at++) {
+            if (x[at].shape[0] == 0) continue;
+            asc_view m = asc_of(&w[at]);
+            if (turn) m = asc_turn(m);
+            const asc_view back = asc_turn(m);
+            if (!asc_is_packed(&m) && !asc_is_packed(&back)) m = asc_packed_as(c, m, m.dtype);
+            if (n > 0 && looks_turned(&m) != looks_turned(&vw[0])) {
+                if (m.dims[0] != 1 && m.dims[1] != 1) break; /* the next call */
+            }
+            vx[n] = asc_packed_as(c, asc_of(&x[at]), dtype);
+            vw[n] = m;
+            vy[n] = asc_target(c, &y[at], dtype, add);
+            if (bias) vb[n] = asc_packed_as(c, asc_of(&bias[at]), dtype == ACL_BF16 ? ACL_FLOAT : dtype);
+            to[n++] = &y[at];
+        }
+        list_product(c, vx, vw, bias ? vb : NULL, vy, n);
+        for (int64_t i = 0; i < n; i++) asc_deliver(c, to[i], vy[i], add);
+        asc_release(c, mark);
+    }
+}
+
+static void list_gradients(asc_call *c, const fmoe_gmm_args *a, bool add)
+{
+    for (int64_t e = 0; e < c->p->d.E && c->status == FMOE_OK; e++) {
+        asc_groups one = {.n = 1};
+        const size_t mark = c->used;
+        const asc_view dy = asc_packed_as(c, asc_of(&a->dy[e]), asc_plan_dtype(c->p));
+        if (a->dw) {
+            const asc_weights dw = asc_weights_of(c, "dw", NULL, &a->dw[e], 1);
+            asc_outer_product(c, asc_packed(c, &a->x[e]), dy, &one, dw, add);
+        }
+        if (a->dbias) {
+            int64_t shape[2] = {1, a->dbias[e].shape[0]};
+            fmoe_tensor row = a->dbias[e];
+            row.ndim = 2;
+            row.shape = shape;
+            row.strides = NULL;
+            asc_bias_gradient(c, dy, &one, &row, add);
+        }
+        asc_release(c, mark);
+    }
+}
+
+void asc_gmm(asc_call *c, fmoe_pass pass, const fmoe_gmm_args *a, uint32_t flags)
+{
+    if (!a->list) {
+        if (pass == FMOE_FORWARD) forward(c, a);
+        else backward(c, a, flags);
+        return;
+    }
+    if (pass == FMOE_FORWARD) {
+        products(c, a->x, a->w, a->bias, a->y, false, false);
+        return;
+    }
+    if (a->dx) products(c, a->dy, a->w, NULL, a->dx, true, flags & FMOE_ADD_DX);
+    if (a->dw || a->dbias) list_gradients(c, a, flags & FMOE_ACCUMULATE);
+}

@@ -1,0 +1,326 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * op_index.c - picking, placing and joining: gather, scatter, index, embedding, cat. */
+#include <string.h>
+
+#include "sim.h"
+
+typedef struct { int64_t outer, n, inner; } around;
+
+static around split(const sim_tensor *t, int64_t dim)
+{
+    around a = {1, 1, 1};
+    if (dim < 0) dim += t->ndim;
+    for (int i = 0; i < t->ndim; i++) *(i < dim ? &a.outer : i == dim ? &a.n : &a.inner) *= t->dims[i];
+    return a;
+}
+
+static bool in_range(sim_exec *e, int64_t v, int64_t n)
+{
+    if (v >= 0 && v < n) return true;
+    sim_abort(e, "index %lld of %lld", (long long)v, (long long)n);
+    return false;
+}
+
+/* ---- Gather, ScatterAdd, InplaceScatter: same rank, index along one dimension, other dimensions equal ---- */
+
+static void gather(sim_exec *e) /* self, index, out */
+{
+    const around a = split(&e->t[0], e->i[0]), b = split(&e->t[1], e->i[0]);
+    const double *v = sim_load(e, 0);
+    const int64_t *index = sim_load_int(e, 1);
+    double *r = sim_buffer(e, (size_t)(b.outer * b.n * b.inner) * sizeof *r);
+    for (int64_t i = 0; i < b.outer * b.n * b.inner; i++) {
+        if (!in_range(e, index[i], a.n)) return;
+        r[i] = v[(i / (b.n * b.inner) * a.n + index[i]) * a.inner + i % b.inner];
+    }
+    sim_store(e, 2, r);
+}
+
+static void scatter(sim_exec *e) /* self, index, src, out = self or t[3]; i[1]: add */
+{
+    const around a = split(&e->t[0], e->i[0]), b = split(&e->t[1], e->i[0]);
+    double *v = sim_load(e, 0);
+    const double *src = sim_load(e, 2);
+    const int64_t *index = sim_load_int(e, 1);
+    for (int64_t i = 0; i < b.outer * b.n * b.inner; i++) {
+        if (!in_range(e, index[i], a.n)) return;
+        double *to = &v[(i / (b.n * b.inner) * a.n + index[i]) * a.inner + i % b.inner];
+        *to = e->i[1] ? *to + src[i] : src[i];
+    }
+    sim_store(e, e->nt > 3 ? 3 : 0, v);
+}
+
+static void check_index(sim_exec *e, int64_t dim)
+{
+    const sim_tensor *t = &e->t[0], *x = &e->t[1];
+    sim_check(e, x->dtype == ACL_INT64 || x->dtype == ACL_INT32, "index must be an integer");
+    sim_check(e, t->ndim == x->ndim, "ranks disagree");
+    for (int i = 0; i < t->ndim && !e->status; i++) sim_check(e, i == (dim < 0 ? dim + t->ndim : dim) || x->dims[i] == t->dims[i], "only equal dimensions are simulated");
+}
+
+aclnnStatus aclnnGatherGetWorkspaceSize(const aclTensor *self, const int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("Gather", gather);
+    sim_in(e, self);
+    sim_in(e, index);
+    sim_out(e, out);
+    e->i[0] = dim;
+    check_index(e, dim);
+    sim_check(e, sim_same_shape(&e->t[1], &e->t[2]) && e->t[0].dtype == e->t[2].dtype, "out must be like index, of self's dtype");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(Gather)
+
+aclnnStatus aclnnScatterAddGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index, const aclTensor *src, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("ScatterAdd", scatter);
+    sim_in(e, self);
+    sim_in(e, index);
+    sim_in(e, src);
+    sim_out(e, out);
+    e->i[0] = dim;
+    e->i[1] = 1;
+    check_index(e, dim);
+    sim_check(e, sim_same_shape(&e->t[1], &e->t[2]) && sim_same_shape(&e->t[0], &e->t[3]), "shapes disagree");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(ScatterAdd)
+
+aclnnStatus aclnnInplaceScatterGetWorkspaceSize(aclTensor *self, int64_t dim, const aclTensor *index, const aclTensor *src, int64_t how, SIM_WS)
+{
+    sim_exec *e = sim_begin("InplaceScatter", scatter);
+    sim_inout(e, self);
+    sim_in(e, index);
+    sim_in(e, src);
+    e->i[0] = dim;
+    e->i[1] = how == 1;
+    check_index(e, dim);
+    sim_check(e, sim_same_shape(&e->t[1], &e->t[2]), "src must be like index");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(InplaceScatter)
+
+/* ---- Whole rows: IndexSelect, Embedding, Index with one list ---- */
+
+static void select_rows(sim_exec *e) /* self, index, out; i[0] dim */
+{
+    const around a = split(&e->t[0], e->i[0]);
+    const int64_t m = sim_numel(&e->t[1]);
+    const double *v = sim_load(e, 0);
+    const int64_t *index = sim_load_int(e, 1);
+    double *r = sim_buffer(e, (size_t)(a.outer * m * a.inner) * sizeof *r);
+    for (int64_t o = 0; o < a.outer; o++)
+        for (int64_t i = 0; i < m; i++) {
+            const int64_t at = index[i] < 0 && e->i[1] ? index[i] + a.n : index[i];
+            if (!in_range(e, at, a.n)) return;
+            memcpy(r + (o * m + i) * a.inner, v + (o * a.n + at) * a.inner, (size_t)a.inner * sizeof *r);
+        }
+    sim_store(e, 2, r);
+}
+
+static aclnnStatus rows(const char *name, const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin(name, select_rows);
+    sim_in(e, self);
+    sim_in(e, index);
+    sim_out(e, out);
+    e->i[0] = dim;
+    const around a = split(&e->t[0], dim);
+    sim_check(e, e->t[1].dtype == ACL_INT64 || e->t[1].dtype == ACL_INT32, "index must be an integer");
+    sim_check(e, sim_numel(&e->t[2]) == a.outer * sim_numel(&e->t[1]) * a.inner, "out has the wrong size");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+
+aclnnStatus aclnnIndexSelectGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+{
+    return rows("IndexSelect", self, dim, index, out, workspaceSize, executor);
+}
+SIM_PHASE2(IndexSelect)
+
+aclnnStatus aclnnEmbeddingGetWorkspaceSize(const aclTensor *weight, const aclTensor *indices, const aclTensor *out, SIM_WS)
+{
+    return rows("Embedding", weight, 0, indices, (aclTensor *)out, workspaceSize, executor);
+}
+SIM_PHASE2(Embedding)
+
+static void embedding_grad(sim_exec *e) /* grad, indices, out */
+{
+    const int64_t n = sim_numel(&e->t[1]), h = e->t[2].dims[1], *index = sim_load_int(e, 1);
+    const double *g = sim_load(e, 0);
+    double *r = sim_buffer(e, (size_t)sim_numel(&e->t[2]) * sizeof *r);
+    memset(r, 0, (size_t)sim_numel(&e->t[2]) * sizeof *r);
+    for (int64_t i = 0; i < n; i++) {
+        if (index[i] == e->i[0]) continue;
+        if (!in_range(e, index[i], e->t[2].dims[0])) return;
+        for (int64_t c = 0; c < h; c++) r[index[i] * h + c] += g[i * h + c];
+    }
+    sim_store(e, 2, r);
+}
+
+aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *indices, uint64_t weights, uint64_t padding,
+                                                        bool scale, aclTensor *out, SIM_WS)
+{
+    (void)weights, (void)scale;
+    sim_exec *e = sim_begin("EmbeddingDenseBackward", embedding_grad);
+    sim_in(e, grad);
+    sim_in(e, indices);
+    sim_out(e, out);
+    e->i[0] = (int64_t)padding;
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(EmbeddingDenseBackward)
+
+/* self[i0, i1, ...]: the leading dimensions, with broadcast index tensors */
+static void index_many(sim_exec *e) /* self, out, indices... */
+{
+    const sim_tensor *t = &e->t[0], *out = &e->t[1];
+    const int n = e->nt - 2;
+    int64_t inner = 1;
+    for (int i = n; i < t->ndim; i++) inner *= t->dims[i];
+    sim_tensor like = *out;
+    like.ndim = out->ndim - (t->ndim - n);
+    int64_t m = 1;
+    for (int i = 0; i < like.ndim; i++) m *= like.dims[i];
+    const double *v = sim_load(e, 0), *index[SIM_MAX_DIMS];
+    for (int i = 0; i < n; i++) index[i] = sim_load_as(e, 2 + i, &like);
+    double *r = sim_buffer(e, (size_t)(m * inner) * sizeof *r);
+    for (int64_t j = 0; j < m; j++) {
+        int64_t at = 0;
+        for (int i = 0; i < n; i++) {
+            int64_t x = (int64_t)index[i][j];
+            if (x < 0) x += t->dims[i];
+            if (!in_range(e, x, t->dims[i])) return;
+            at = at * t->dims[i] + x;
+        }
+        memcpy(r + j * inner, v + at * inner, (size_t)inner * sizeof *r);
+    }
+    sim_store(e, 1, r);
+}
+
+aclnnStatus aclnnIndexGetWorkspaceSize(const aclTensor *self, const aclTensorList *indices, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("Index", index_many);
+    sim_in(e, self);
+    sim_out(e, out);
+    int n;
+    sim_list(e, indices, false, &n);
+    for (int i = 0; i < n; i++) sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32, "only integer indices are simulated");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(Index)
+
+/* ---- Cat ---- */
+
+static void cat(sim_exec *e) /* out is the last; i[0] dim */
+{
+    const int last = e->nt - 1;
+    const around a = split(&e->t[last], e->i[0]);
+    double *r = sim_buffer(e, (size_t)(a.outer * a.n * a.inner) * sizeof *r);
+    int64_t at = 0;
+    for (int i = 0; i < last; i++) {
+        if (sim_numel(&e->t[i]) == 0) continue;
+        const around b = split(&e->t[i], e->i[0]);
+        const double *v = sim_load(e, i);
+        for (int64_t o = 0; o < a.outer; o++)
+            memcpy(r + (o * a.n + at) * a.inner, v + o * b.n * b.inner, (size_t)(b.n * b.inner) * sizeof *r);
+        at += b.n;
+    }
+    sim_store(e, last, r);
+}
+
+aclnnStatus aclnnCatGetWorkspaceSize(const aclTensorList *tensors, int64_t dim, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("Cat", cat);
+    int n;
+    sim_list(e, tensors, false, &n);
+    sim_out(e, out);
+    e->i[0] = dim;
+    int64_t total = 0;
+    for (int i = 0; i < n; i++) total += sim_numel(&e->t[i]);
+    sim_check(e, n > 0 && total == sim_numel(&e->t[n]), "out has the wrong size");
+    for (int i = 0; i < n && !e->status; i++) sim_check(e, e->t[i].dtype == e->t[n].dtype, "dtypes disagree");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(Cat)
+
+/* ---- ConstantPadNd: before and after each of the last dimensions, innermost first ---- */
+
+static void pad(sim_exec *e) /* in, out; i[0] count, i[1...] the padding */
+{
+    const sim_tensor *t = &e->t[0], *out = &e->t[1];
+    const int64_t n = sim_numel(out);
+    const double *v = sim_load(e, 0);
+    double *r = sim_buffer(e, (size_t)n * sizeof *r);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t rest = i, at = 0, step = 1;
+        bool inside = true;
+        for (int d = out->ndim - 1; d >= 0; d--) {
+            const int side = 2 * (out->ndim - 1 - d);
+            const int64_t x = rest % out->dims[d] - (side < e->i[0] ? e->i[1 + side] : 0);
+            rest /= out->dims[d];
+            inside = inside && x >= 0 && x < t->dims[d];
+            at += x * step;
+            step *= t->dims[d];
+        }
+        r[i] = inside ? v[at] : e->d[0];
+    }
+    sim_store(e, 1, r);
+}
+
+aclnnStatus aclnnConstantPadNdGetWorkspaceSize(const aclTensor *self, const aclIntArray *padding, const aclScalar *value, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("ConstantPadNd", pad);
+    sim_in(e, self);
+    sim_out(e, out);
+    e->i[0] = sim_int_array(padding, &e->i[1], 16);
+    e->d[0] = sim_scalar(value);
+    sim_check(e, e->i[0] >= 0 && e->i[0] <= 16 && e->t[0].ndim == e->t[1].ndim, "padding");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(ConstantPadNd)
+
+/* ---- IndexPutImpl: self[i0, i1, ...] = values, or += ---- */
+
+static void index_put(sim_exec *e) /* self, values, indices... */
+{
+    const sim_tensor *t = &e->t[0];
+    const int n = e->nt - 2;
+    int64_t inner = 1, m = 1;
+    for (int i = n; i < t->ndim; i++) inner *= t->dims[i];
+    for (int i = 0; i < n; i++) if (sim_numel(&e->t[2 + i]) > m) m = sim_numel(&e->t[2 + i]);
+    sim_tensor like = {.present = true, .ndim = 1, .dims = {m * inner}};
+    const int64_t have = sim_numel(&e->t[1]);
+    double *v = sim_load(e, 0);
+    const double *values = have == m * inner ? sim_load(e, 1) : sim_load_as(e, 1, &like);
+    const double *index[SIM_MAX_DIMS];
+    like.dims[0] = m;
+    for (int i = 0; i < n; i++) index[i] = sim_numel(&e->t[2 + i]) == m ? sim_load(e, 2 + i) : sim_load_as(e, 2 + i, &like);
+    for (int64_t j = 0; j < m; j++) {
+        int64_t at = 0;
+        for (int i = 0; i < n; i++) {
+            int64_t x = (int64_t)index[i][j];
+            if (x < 0) x += t->dims[i];
+            if (!in_range(e, x, t->dims[i])) return;
+            at = at * t->dims[i] + x;
+        }
+        for (int64_t q = 0; q < inner; q++) {
+            double *to = &v[at * inner + q];
+            *to = e->i[0] ? *to + values[j * inner + q] : values[j * inner + q];
+        }
+    }
+    sim_store(e, 0, v);
+}
+
+aclnnStatus aclnnIndexPutImplGetWorkspaceSize(aclTensor *self, const aclTensorList *indices, const aclTensor *values, const bool add, const bool unsafe, SIM_WS)
+{
+    (void)unsafe;
+    sim_exec *e = sim_begin("IndexPutImpl", index_put);
+    sim_inout(e, self);
+    sim_in(e, values);
+    int n;
+    sim_list(e, indices, false, &n);
+    e->i[0] = add;
+    for (int i = 0; i < n; i++) sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32, "only integer indices are simulated");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(IndexPutImpl)

@@ -1,0 +1,226 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * check_gemm.c - products and packing, kernel by kernel, against loops in double and in plain order. */
+#include "check_kernels.h"
+
+/* ---- panels, as kernels.h describes them ---- */
+
+static bool is_pairs(const check_kernel *k) { return strstr(k->field, "pairs") || strcmp(k->field, "gemm_bf16") == 0; }
+
+static int64_t panel_units(bool pairs, int64_t kc) { return (pairs ? (kc + 1) / 2 : kc) * FMOE_NB; } /* of 32 bits */
+
+/* Where element (k,n) of a panel lies, in f32 or (pairs) in bf16 elements. */
+static int64_t panel_at(bool pairs, int64_t nr, int64_t kc, int64_t k, int64_t n)
+{
+    return pairs ? 2 * (k / 2 * FMOE_NB + n) + k % 2 : n / nr * kc * nr + k * nr + n % nr;
+}
+
+/* ---- gemm ---- */
+
+typedef struct product {
+    bool pairs;
+    int64_t rows, kc, ldc, a_step;
+    const void **a;
+    void *panel;
+    float *c, *before;
+} product;
+
+/* Rows of A where they come from: rows in memory (gathered, so each ends at a forbidden page), or columns of a packed panel. */
+static void draw_product(product *p, const check_kernel *k, int64_t index)
+{
+    static const int64_t rows[] = {1, 2, 3, 5, 6, 7, 11, 12, 13, 18, 0}, kcs[] = {1, 2, 3, 31, 32, 64, 97, 511, 512};
+    *p = (product){.pairs = is_pairs(k)};
+    p->rows = index < 11 ? rows[index] : check_below(40);
+    p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
+    p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
+    const bool packed_a = check_below(2);
+    const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;
+    p->a_step = packed_a ? strip * 4 : 4;
+    p->a = check_alloc((size_t)(p->rows + 1) * sizeof *p->a);
+    char *packed = packed_a ? check_guarded((size_t)panel_units(p->pairs, p->kc) * 4, 64) : NULL;
+    for (int64_t r = 0; r < p->rows; r++) {
+        const int64_t n = r % FMOE_NB;
+        if (packed_a) {
+            p->a[r] = packed + panel_at(p->pairs, strip, p->kc, 0, n) * unit;
+        } else if (check_below(3) == 0 && r > 0) {
+            p->a[r] = p->a[check_below(r)]; /* a row may be gathered twice */
+        } else {
+            p->a[r] = check_guarded((size_t)(p->kc * unit), (size_t)unit);
+        }
+    }
+    p->panel = check_guarded((size_t)panel_units(p->pairs, p->kc) * 4, 4);
+    const size_t c_elements = p->rows ? (size_t)((p->rows - 1) * p->ldc + FMOE_NB) : 0;
+    p->c = check_guarded(c_elements * sizeof *p->c, 4);
+    p->before = check_alloc(c_elements * sizeof *p->c);
+    check_note("rows=%" PRId64 " kc=%" PRId64 " ldc=%" PRId64 " a_step=%" PRId64, p->rows, p->kc, p->ldc, p->a_step);
+}
+
+static char *a_element(const product *p, int64_t r, int64_t k)
+{
+    return (char *)(uintptr_t)p->a[r] + (p->pairs ? k / 2 * p->a_step + k % 2 * 2 : k * p->a_step);
+}
+
+static double a_value(const product *p, int64_t r, int64_t k)
+{
+    const void *at = a_element(p, r, k);
+    return (double)(p->pairs ? fmoe_bf16_to_float(*(const uint16_t *)at) : *(const float *)at);
+}
+
+static double b_value(const product *p, int64_t k, int64_t n)
+{
+    const int64_t at = panel_at(p->pairs, check_table.nr, p->kc, k, n);
+    return (double)(p->pairs ? fmoe_bf16_to_float(((const uint16_t *)p->panel)[at]) : ((const float *)p->panel)[at]);
+}
+
+static void fill_product(product *p)
+{
+    for (int64_t r = 0; r < p->rows; r++)
+        for (int64_t k = 0; k < p->kc; k++) {
+            const float v = (float)(2 * check_uniform() - 1);
+            if (p->pairs) *(uint16_t *)(void *)a_element(p, r, k) = fmoe_float_to_bf16(v);
+            else *(float *)(void *)a_element(p, r, k) = v;
+        }
+    if (p->pairs && p->kc % 2) /* the padding of an odd kc: what packers write, and a packed A holds, is zero */
+        for (int64_t n = 0; n < FMOE_NB; n++) {
+            ((uint16_t *)p->panel)[panel_at(true, 64, p->kc, p->kc, n)] = 0;
+        }
+    for (int64_t k = 0; k < p->kc; k++)
+        for (int64_t n = 0; n < FMOE_NB; n++) {
+            const float v = (float)(2 * check_uniform() - 1);
+            const int64_t at = panel_at(p->pairs, check_table.nr, p->kc, k, n);
+            if (p->pairs) ((uint16_t *)p->panel)[at] = fmoe_float_to_bf16(v);
+            else ((float *)p->panel)[at] = v;
+        }
+}
+
+void check_gemm(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_fn, k, &check_table);
+    product p;
+    draw_product(&p, k, index);
+    fill_product(&p);
+    const int first = (int)check_below(2);
+    const size_t elements = p.rows ? (size_t)((p.rows - 1) * p.ldc + FMOE_NB) : 0;
+    for (int64_t r = 0; r < p.rows && !first; r++)
+        for (int64_t n = 0; n < FMOE_NB; n++) p.c[r * p.ldc + n] = (float)(2 * check_uniform() - 1);
+    memcpy(p.before, p.c, elements * sizeof *p.c);
+    /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
+    const void *lines[24];
+    const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
+    for (int i = 0; i < 24; i++) lines[i] = edge + 64 * i;
+    fmoe_fetch next = {lines, lines + check_below(25)}, nothing = {NULL, NULL};
+    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next);
+    for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
+        for (int64_t n = 0; n < FMOE_NB; n++) {
+            double sum = first ? 0 : (double)p.before[r * p.ldc + n], magnitude = fabs(sum);
+            for (int64_t i = 0; i < p.kc; i++) {
+                const double one = a_value(&p, r, i) * b_value(&p, i, n);
+                sum += one;
+                magnitude += fabs(one);
+            }
+            check_near("c", r * p.ldc + n, (double)p.c[r * p.ldc + n], sum, check_c(p.kc) * U32 * magnitude + 0x1p-120);
+        }
+        for (int64_t n = FMOE_NB; n < p.ldc && r + 1 < p.rows; n++)
+            if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4)) check_fail("c[%" PRId64 "] past the block was written", n);
+    }
+    if (next.line > next.end) check_fail("%td lines were taken past the last", next.line - next.end);
+    /* A row's bits do not depend on its company. */
+    if (p.rows > 1) {
+        const int64_t r = check_below(p.rows);
+        float alone[FMOE_NB];
+        memcpy(alone, p.before + r * p.ldc, sizeof alone);
+        gemm(1, p.kc, p.a + r, p.a_step, p.panel, alone, FMOE_NB, first, &nothing);
+        if (memcmp(alone, p.c + r * p.ldc, sizeof alone)) check_fail("row %" PRId64 " of %" PRId64 " differs from itself alone", r, p.rows);
+    }
+}
+
+void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_fn, k, table);
+    enum { ROWS = 48 };
+    static char panel[FMOE_PANEL_BYTES] __attribute__((aligned(64)));
+    static float a[ROWS][FMOE_KC], c[ROWS * FMOE_NB];
+    const int64_t kc = is_pairs(k) ? FMOE_KC_PAIRS : FMOE_KC;
+    const void *rows[ROWS];
+    for (int i = 0; i < ROWS; i++) rows[i] = a[i];
+    fmoe_fetch nothing = {NULL, NULL};
+    for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
+    *items = 20;
+    *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
+}
+
+/* ---- packing: exact ---- */
+
+typedef struct source {
+    bool pairs, cols;
+    int dtype;
+} source;
+
+static source source_of(const check_kernel *k)
+{
+    const char *f = k->field;
+    return (source){.pairs = is_pairs(k), .cols = strstr(f, "cols") != NULL,
+                    .dtype = strstr(f, "_f32") ? FMOE_F32 : strstr(f, "_f16") ? FMOE_F16 : FMOE_BF16};
+}
+
+void check_pack(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(pack, fmoe_pack_fn, k, &check_table);
+    static const int64_t ns[] = {64, 1, 15, 16, 17, 31, 32, 33, 48, 63}, kcs[] = {1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 512};
+    const source s = source_of(k);
+    const int64_t col = check_below(4) * 16;
+    const int64_t n = fmoe_min(index < 10 ? ns[index] : 1 + check_below(FMOE_NB), FMOE_NB - col);
+    const int64_t kc = check_below(3) ? kcs[check_below(11)] : 1 + check_below(s.pairs ? FMOE_KC_PAIRS : FMOE_KC);
+    const int64_t lines = s.cols ? n : kc, length = s.cols ? kc : n;
+    const size_t element = fmoe_dtype_size(s.dtype), panel_bytes = (size_t)panel_units(s.pairs, kc) * 4;
+    check_note("kc=%" PRId64 " col=%" PRId64 " n=%" PRId64, kc, col, n);
+    const void **pointers = check_alloc((size_t)lines * sizeof *pointers);
+    for (int64_t i = 0; i < lines; i++) {
+        unsigned char *line = check_guarded((size_t)length * element, element);
+        for (size_t b = 0; b < (size_t)length * element; b++) line[b] = (unsigned char)check_random();
+        for (int64_t j = 0; j < length && s.dtype == FMOE_F16; j++) /* signalling NaNs may come out quiet */
+            if ((((uint16_t *)(void *)line)[j] & 0x7c00) == 0x7c00) ((uint16_t *)(void *)line)[j] &= 0x83ff;
+        pointers[i] = line;
+    }
+    unsigned char *panel = check_guarded(panel_bytes, 64), *want = check_alloc(panel_bytes);
+    memcpy(want, panel, panel_bytes);
+    for (int64_t i = 0; i < kc; i++)
+        for (int64_t j = 0; j < n; j++) {
+            const void *from = (const char *)pointers[s.cols ? j : i] + (size_t)(s.cols ? i : j) * element;
+            const int64_t at = panel_at(s.pairs, check_table.nr, kc, i, col + j);
+            if (s.pairs) {
+                memcpy(want + 2 * at, from, 2);
+                if (i == kc - 1 && kc % 2) memset(want + 2 * at + 2, 0, 2);
+            } else {
+                uint16_t bits = 0;
+                if (s.dtype != FMOE_F32) memcpy(&bits, from, 2);
+                const float v = s.dtype == FMOE_BF16 ? fmoe_bf16_to_float(bits) : fmoe_f16_to_float(bits);
+                memcpy(want + 4 * at, s.dtype == FMOE_F32 ? from : &v, 4);
+            }
+        }
+    pack(panel, kc, col, pointers, n);
+    for (size_t b = 0; b < panel_bytes; b++)
+        if (panel[b] != want[b]) {
+            check_fail("byte %zu of the panel is %02x, not %02x", b, panel[b], want[b]);
+            return;
+        }
+}
+
+void bench_pack(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(pack, fmoe_pack_fn, k, table);
+    const source s = source_of(k);
+    static char panel[FMOE_PANEL_BYTES] __attribute__((aligned(64))), from[FMOE_PANEL_BYTES + 4096];
+    const void *pointers[FMOE_KC];
+    for (int i = 0; i < FMOE_KC; i++) pointers[i] = from + (s.cols ? (i % FMOE_NB) * FMOE_KC : i * FMOE_NB) * (int)fmoe_dtype_size(s.dtype);
+    for (int i = 0; i < 8; i++) pack(panel, FMOE_KC, 0, pointers, FMOE_NB);
+    *items = 8 * FMOE_KC * FMOE_NB;
+    *flops = 0;
+}
+
+void check_peak(const check_kernel *k, int64_t index)
+{
+    (void)index;
+    CHECK_KERNEL_FN(peak, fmoe_peak_fn, k, &check_table);
+    const double one = peak(1000), two = peak(2000);
+    if (!(one > 0) || two != 2 * one) check_fail("flops of 1000 and 2000 rounds: %g and %g", one, two);
+}

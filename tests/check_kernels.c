@@ -1,0 +1,17 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * check_kernels.c - which check belongs to which type of kernel. */
+#include "check_kernels.h"
+
+const check_kernel_case check_kernel_cases[] = {
+    {"gemm", check_gemm, bench_gemm, 40},
+    {"pack", check_pack, bench_pack, 30},
+    {"load", check_load, bench_convert, 20},
+    {"store", check_store, bench_convert, 20},
+    {"store_block", check_store_block, bench_store_block, 30},
+    {"act_forward", check_act_forward, bench_act, 24},
+    {"act_backward", check_act_backward, bench_act, 24},
+    {"axpy", check_axpy, bench_sum, 20},
+    {"dot", check_dot, bench_sum, 20},
+    {"peak", check_peak, NULL, 1},
+    {NULL, NULL, NULL, 0},
+};

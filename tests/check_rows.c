@@ -1,0 +1,276 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * check_rows.c - elementwise kernels: conversions (exact), activations and sums (with a bound). */
+#include "check_kernels.h"
+
+static int64_t length(int64_t index)
+{
+    static const int64_t n[] = {0, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 1000};
+    return index < 17 ? n[index] : check_below(300);
+}
+
+static float *floats(int64_t n) { return check_guarded((size_t)n * sizeof(float), sizeof(float)); }
+
+/* ---- conversions ---- */
+
+/* All 65536 values, in pieces of the drawn length. NaN must stay NaN with its sign. */
+void check_load(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(load, fmoe_load_fn, k, &check_table);
+    const bool bf16 = strstr(k->field, "bf16") != NULL;
+    const int64_t n = length(index);
+    uint16_t *src = check_guarded((size_t)n * 2, 2);
+    float *dst = floats(n);
+    check_note("n=%" PRId64, n);
+    const uint32_t first = (uint32_t)check_random();
+    for (int64_t i = 0; i < n; i++) src[i] = (uint16_t)(first + (uint32_t)i * 977);
+    load(dst, src, n);
+    for (int64_t i = 0; i < n; i++) {
+        const float want = bf16 ? fmoe_bf16_to_float(src[i]) : fmoe_f16_to_float(src[i]);
+        if (isnan(want) ? !isnan(dst[i]) : memcmp(&dst[i], &want, 4) != 0)
+            check_fail("0x%04x becomes %a, not %a", src[i], (double)dst[i], (double)want);
+    }
+}
+
+/* The nearest value with an even last bit among two, found by searching, not by the formula under test. */
+static double value16(bool bf16, int bits)
+{
+    return (double)(bf16 ? fmoe_bf16_to_float((uint16_t)bits) : fmoe_f16_to_float((uint16_t)bits));
+}
+
+static uint16_t nearest(bool bf16, float x)
+{
+    const int inf = bf16 ? 0x7f80 : 0x7c00, sign = signbit(x) ? 0x8000 : 0;
+    const double a = fabs((double)x), ulp = bf16 ? 0x1p120 : 0x1p5; /* of the largest numbers */
+    int lo = 0, hi = inf; /* positive values grow with their bits */
+    while (lo + 1 < hi) {
+        const int mid = (lo + hi) / 2;
+        if (value16(bf16, mid) <= a) lo = mid;
+        else hi = mid;
+    }
+    if (isinf(x)) return (uint16_t)(sign | inf);
+    const double below = value16(bf16, lo), above = hi == inf ? below + ulp : value16(bf16, hi);
+    const double down = a - below, up = above - a;
+    const int bits = down < up ? lo : up < down ? hi : lo % 2 == 0 ? lo : hi;
+    return (uint16_t)(sign | bits);
+}
+
+static float awkward(bool bf16)
+{
+    switch (check_below(6)) {
+    case 0: return fmoe_bits_to_float((uint32_t)check_random()); /* anything, NaN too */
+    case 1: { /* halfway between two, and its neighbours */
+        const int bits = (int)check_below(bf16 ? 0x7f7f : 0x7bff);
+        const double half = 0.5 * (value16(bf16, bits) + value16(bf16, bits + 1));
+        const float f = (float)half;
+        return fmoe_bits_to_float(fmoe_float_to_bits(f) + (uint32_t)check_below(3) - (f != 0));
+    }
+    case 2: return (float)((2 * check_uniform() - 1) * (bf16 ? 0x1p-130 : 0x1p-14)); /* denormals */
+    case 3: return (float)CHECK_PICK(0, 1, -1, 65504, 65519, 65520, -65520, 65536, 100000);
+    default: return (float)(2 * check_uniform() - 1);
+    }
+}
+
+void check_store(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(store, fmoe_store_fn, k, &check_table);
+    const bool bf16 = strstr(k->field, "bf16") != NULL;
+    const int64_t n = length(index);
+    uint16_t *dst = check_guarded((size_t)n * 2, 2);
+    float *src = floats(n);
+    check_note("n=%" PRId64, n);
+    for (int64_t i = 0; i < n; i++) src[i] = awkward(bf16);
+    store(dst, src, n);
+    const int inf = bf16 ? 0x7f80 : 0x7c00;
+    for (int64_t i = 0; i < n; i++) {
+        const bool ok = isnan(src[i]) ? (dst[i] & 0x7fff) > inf : dst[i] == nearest(bf16, src[i]);
+        if (!ok) check_fail("%a becomes 0x%04x, not 0x%04x", (double)src[i], dst[i], nearest(bf16, src[i]));
+    }
+}
+
+/* Sums to a matrix: n <= 64 columns of m rows, nothing beside them. */
+void check_store_block(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(store, fmoe_store_block_fn, k, &check_table);
+    const int dtype = strstr(k->field, "bf16") ? FMOE_BF16 : strstr(k->field, "f16") ? FMOE_F16 : FMOE_F32;
+    const int64_t m = index < 8 ? index : check_below(30), n = check_below(2) ? FMOE_NB : check_below(FMOE_NB + 1);
+    const int64_t gap = check_below(2) ? 0 : CHECK_PICK(1, 7, 16, 64 - n % 64);
+    check_note("m=%" PRId64 " n=%" PRId64 " gap=%" PRId64, m, n, gap);
+    fmoe_tensor *dst = check_rows(dtype, m, n, gap);
+    float *c = floats(m * FMOE_NB);
+    for (int64_t i = 0; i < m * FMOE_NB; i++) c[i] = awkward(dtype == FMOE_BF16);
+    store(dst->data, n + gap, c, m, n);
+    for (int64_t i = 0; i < m * n && !check_failed(); i++) {
+        const float x = c[i / n * FMOE_NB + i % n];
+        const double got = check_get(dst, i);
+        const double want = dtype == FMOE_F32 ? (double)x : value16(dtype == FMOE_BF16, nearest(dtype == FMOE_BF16, x));
+        if (isnan(x) ? !isnan(got) : got != want) check_fail("element %" PRId64 ": %a becomes %a", i, (double)x, got);
+    }
+    check_gaps("dst", dst);
+}
+
+void bench_store_block(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(store, fmoe_store_block_fn, k, table);
+    static float c[16 * FMOE_NB], dst[16 * 1024] __attribute__((aligned(64)));
+    for (int i = 0; i < 100; i++) store(dst, 1024, c, 16, FMOE_NB);
+    *items = 100 * 16 * FMOE_NB;
+    *flops = 0;
+}
+
+void bench_convert(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    static uint16_t narrow[4096];
+    static float wide[4096];
+    if (strncmp(k->field, "load", 4) == 0) {
+        CHECK_KERNEL_FN(load, fmoe_load_fn, k, table);
+        for (int i = 0; i < 50; i++) load(wide, narrow, 4096);
+    } else {
+        CHECK_KERNEL_FN(store, fmoe_store_fn, k, table);
+        for (int i = 0; i < 50; i++) store(narrow, wide, 4096);
+    }
+    *items = 50 * 4096;
+    *flops = 0;
+}
+
+/* ---- activations ---- */
+
+typedef struct act_draw {
+    fmoe_act_params act;
+    int64_t n;
+    bool gated;
+    float *g, *u, *da;
+} act_draw;
+
+static float act_input(void)
+{
+    switch (check_below(10)) {
+    case 0: return (float)CHECK_PICK(0, 1, -1, 7, -7, 100, -100, 1000, -1000);
+    case 1: return (float)((2 * check_uniform() - 1) * 100);
+    case 2: return (float)((2 * check_uniform() - 1) * 1e-6);
+    default: return (float)((2 * check_uniform() - 1) * 8);
+    }
+}
+
+static act_draw draw_act(int64_t index)
+{
+    act_draw d = {.act = {check_acts[index % CHECK_ACTS], 1.702f, 7}, .n = length(index / CHECK_ACTS * 7 % 18)};
+    if (check_below(2)) d.act.limit = 0.5f, d.act.alpha = 1;
+    d.gated = d.act.act < FMOE_ACT_SILU;
+    d.g = d.gated ? floats(d.n) : NULL; /* an ungated kernel that looks at g meets NULL */
+    d.u = floats(d.n);
+    d.da = floats(d.n);
+    for (int64_t i = 0; i < d.n; i++) {
+        if (d.gated) d.g[i] = act_input();
+        d.u[i] = act_input();
+        d.da[i] = (float)(2 * check_uniform() - 1);
+    }
+    check_note("act=%d n=%" PRId64 " alpha=%g limit=%g", d.act.act, d.n, (double)d.act.alpha, (double)d.act.limit);
+    return d;
+}
+
+static check_act_value value_at(const act_draw *d, int64_t i)
+{
+    return check_act(d->act.act, (double)d->act.alpha, (double)d->act.limit, d->gated ? (double)d->g[i] : 0, (double)d->u[i]);
+}
+
+static double bound_at(const act_draw *d, int64_t i, int which)
+{
+    return check_act_bound(&d->act, d->gated ? (double)d->g[i] : 0, (double)d->u[i], 0, 0, which);
+}
+
+void check_act_forward(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(forward, fmoe_act_forward_fn, k, &check_table);
+    const act_draw d = draw_act(index);
+    float *a = floats(d.n);
+    forward(&d.act, d.g, d.u, a, d.n);
+    for (int64_t i = 0; i < d.n; i++)
+        check_near("a", i, (double)a[i], value_at(&d, i).a, bound_at(&d, i, 0));
+    if (d.n == 0) return; /* NaN in, NaN out */
+    float *x = d.gated && check_below(2) ? d.g : d.u;
+    x[d.n - 1] = NAN;
+    forward(&d.act, d.g, d.u, a, d.n);
+    if (!isnan(a[d.n - 1])) check_fail("NaN becomes %g", (double)a[d.n - 1]);
+}
+
+void check_act_backward(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, &check_table);
+    const act_draw d = draw_act(index);
+    float *a = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n);
+    backward(&d.act, d.g, d.u, d.da, dg, du, a, d.n);
+    for (int64_t i = 0; i < d.n; i++) {
+        const check_act_value v = value_at(&d, i);
+        const double da = (double)d.da[i];
+        check_near("a", i, (double)a[i], v.a, bound_at(&d, i, 0));
+        check_near("du", i, (double)du[i], da * v.du, fabs(da) * bound_at(&d, i, 2) + 0x1p-130);
+        if (d.gated) check_near("dg", i, (double)dg[i], da * v.dg, fabs(da) * bound_at(&d, i, 1) + 0x1p-130);
+    }
+}
+
+void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    static float g[64], u[64], da[64], dg[64], du[64], a[64];
+    const fmoe_act_params act = {FMOE_ACT_SWIGLU, 1.702f, 7};
+    if (strstr(k->field, "forward")) {
+        CHECK_KERNEL_FN(forward, fmoe_act_forward_fn, k, table);
+        for (int i = 0; i < 200; i++) forward(&act, g, u, a, 64);
+    } else {
+        CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, table);
+        for (int i = 0; i < 200; i++) backward(&act, g, u, da, dg, du, a, 64);
+    }
+    *items = 200 * 64;
+    *flops = 0;
+}
+
+/* ---- sums ---- */
+
+void check_axpy(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(axpy, fmoe_axpy_fn, k, &check_table);
+    const int64_t n = length(index);
+    float *x = floats(n), *y = floats(n), *old = check_alloc((size_t)n * sizeof *old + 1);
+    const float s = (float)(2 * check_uniform() - 1);
+    check_note("n=%" PRId64, n);
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = (float)(2 * check_uniform() - 1);
+        old[i] = y[i] = (float)(2 * check_uniform() - 1);
+    }
+    axpy(y, s, x, n);
+    for (int64_t i = 0; i < n; i++) {
+        const double product = (double)s * (double)x[i];
+        check_near("y", i, (double)y[i], (double)old[i] + product, 2 * U32 * (fabs((double)old[i]) + fabs(product)));
+    }
+}
+
+void check_dot(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(dot, fmoe_dot_fn, k, &check_table);
+    const int64_t n = length(index);
+    float *x = floats(n), *y = floats(n);
+    double sum = 0, magnitude = 0;
+    check_note("n=%" PRId64, n);
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = (float)(2 * check_uniform() - 1);
+        y[i] = (float)(2 * check_uniform() - 1);
+        sum += (double)x[i] * (double)y[i];
+        magnitude += fabs((double)x[i] * (double)y[i]);
+    }
+    const float got = dot(x, y, n);
+    check_near("dot", 0, (double)got, sum, (check_c(n / 16) + 4) * U32 * magnitude); /* 16 partial sums, then a tree of 4 */
+}
+
+void bench_sum(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    static float x[1024], y[1024];
+    if (strcmp(k->field, "dot") == 0) {
+        CHECK_KERNEL_FN(dot, fmoe_dot_fn, k, table);
+        volatile float sink = 0;
+        for (int i = 0; i < 100; i++) sink = sink + dot(x, y, 1024);
+    } else {
+        CHECK_KERNEL_FN(axpy, fmoe_axpy_fn, k, table);
+        for (int i = 0; i < 100; i++) axpy(y, 0.5f, x, 1024);
+    }
+    *items = 100 * 1024;
+    *flops = 2;
+}

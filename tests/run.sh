@@ -1,0 +1,99 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# make test: build what is tested (release, asan, tsan, fuzz), run every suite, and close with one line of counts.
+#
+# A suite is a command that prints "N passed, N failed, N skipped" (a pytest summary counts as well). A suite that prints no such
+# line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not installed may be a skip, and
+# every skip is listed with its reason.
+#
+#   tests/run.sh [suite ...]     only the suites whose name contains one of the words
+#   FMOE_TEST_BUILD=dir          where to build (default build/; sanitizers in dir/asan, dir/tsan, dir/fuzz)
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 2
+build=${FMOE_TEST_BUILD:-build}
+only=("$@")
+passed=0 failed=0 skipped=0
+table=() skips=() failures=()
+log_folder=$build/test-logs
+mkdir -p "$log_folder"
+if command -v ninja >/dev/null; then generator=Ninja; else generator="Unix Makefiles"; fi
+
+selected() { # name
+    [ ${#only[@]} -eq 0 ] && return 0
+    local word
+    for word in "${only[@]}"; do [[ $1 == *"$word"* ]] && return 0; done
+    return 1
+}
+
+add() { # name passed failed skipped seconds
+    passed=$((passed + $2)) failed=$((failed + $3)) skipped=$((skipped + $4))
+    table+=("$(printf '%-28s %6d passed %4d failed %4d skipped %7.1f s' "$1" "$2" "$3" "$4" "$5")")
+    [ "$3" -gt 0 ] && failures+=("$1: see $log_folder/$1.log")
+    echo "${table[-1]}"
+}
+
+# A suite that cannot run here and may be skipped: a tool or a device that is missing.
+skip() { # name reason
+    selected "$1" || return 0
+    skips+=("$1: $2")
+    add "$1" 0 0 1 0
+}
+
+suite() { # name command ...
+    local name=$1 log code begin end p f s line
+    shift
+    selected "$name" || return 0
+    log=$log_folder/$name.log
+    begin=$(date +%s.%N)
+    "$@" >"$log" 2>&1
+    code=$?
+    end=$(date +%s.%N)
+    p=0 f=0 s=0
+    line=$(grep -E '^[0-9]+ passed, [0-9]+ failed, [0-9]+ skipped$' "$log" | tail -1)
+    if [ -n "$line" ]; then
+        read -r p f s <<<"$(sed -E 's/^([0-9]+) passed, ([0-9]+) failed, ([0-9]+) skipped$/\1 \2 \3/' <<<"$line")"
+    else # pytest: "== 3 failed, 12 passed, 1 skipped, 2 errors in 1.2s =="
+        line=$(grep -E '(passed|failed|error|skipped).* in [0-9.]+s' "$log" | tail -1)
+        p=$(grep -oE '[0-9]+ passed' <<<"$line" | grep -oE '[0-9]+' || echo 0)
+        f=$(($(grep -oE '[0-9]+ failed' <<<"$line" | grep -oE '[0-9]+' || echo 0) +
+             $(grep -oE '[0-9]+ errors?' <<<"$line" | grep -oE '[0-9]+' || echo 0)))
+        s=$(grep -oE '[0-9]+ skipped' <<<"$line" | grep -oE '[0-9]+' || echo 0)
+    fi
+    if [ -z "$line" ]; then
+        echo "$name printed no counts; its end:" && tail -20 "$log"
+        f=1
+    elif [ "$code" -ne 0 ] && [ "$f" -eq 0 ]; then
+        echo "$name: exit code $code; its end:" && tail -20 "$log"
+        f=1
+    elif [ "$f" -gt 0 ]; then
+        grep -E -B8 '^FAILED' "$log" | head -60
+    fi
+    [ "$s" -gt 0 ] && while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP|^SKIPPED' "$log" | head -20)
+    add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
+}
+
+# Configure and build one variant; a build that fails is a failed suite.
+make_variant() { # name folder targets(or all) cmake-options ...
+    local name=$1 folder=$2 targets=$3 begin end
+    shift 3
+    begin=$(date +%s.%N)
+    if ! { cmake -S . -B "$folder" -G "$generator" -DFMOE_TESTS=ON -DFMOE_WERROR=ON "$@" &&
+           cmake --build "$folder" --parallel 2 --target $targets; } >"$log_folder/build-$name.log" 2>&1; then
+        grep -E 'error|Error' "$log_folder/build-$name.log" | head -20
+        end=$(date +%s.%N)
+        add "build-$name" 0 1 0 "$(echo "$end $begin" | awk '{print $1 - $2}')"
+        return 1
+    fi
+    end=$(date +%s.%N)
+    add "build-$name" 1 0 0 "$(echo "$end $begin" | awk '{print $1 - $2}')"
+}
+
+source tests/suites.sh
+
+echo
+printf '%s\n' "${table[@]}"
+if [ ${#skips[@]} -gt 0 ]; then printf 'skipped: %s\n' "${skips[@]}"; fi
+if [ ${#failures[@]} -gt 0 ]; then printf 'failed: %s\n' "${failures[@]}"; fi
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

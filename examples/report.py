@@ -28,6 +28,8 @@ def picture(results: list[dict[str, Any]], setup: str, path: Path) -> None:
     speed.set_title("tokens per second")
     memory.bar_label(memory.bar(names, [r["peak_mb"] or 0 for r in results], color=colors), fmt="%.0f")
     memory.set_title("peak MB of a step")
+    for axis in (speed, memory):
+        axis.tick_params(axis="x", labelsize=8)
     for axis in (loss, speed, memory):
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(setup, fontsize=8)
@@ -36,7 +38,7 @@ def picture(results: list[dict[str, Any]], setup: str, path: Path) -> None:
 
 def _curves(results: list[dict[str, Any]]) -> str:
     """An SVG of the losses; text and lines take their colours from the page."""
-    width, height, left, bottom, top = 640, 300, 46, 34, 10
+    width, height, left, bottom, top = 640, 320, 60, 44, 16
     values = [v for r in results for v in r["losses"]]
     low, high = min(values), max(values)
     pad = 0.05 * (high - low or 1)
@@ -50,7 +52,7 @@ def _curves(results: list[dict[str, Any]]) -> str:
         parts.append(f'<line class="grid" x1="{left}" x2="{width - 10}" y1="{y(v):.1f}" y2="{y(v):.1f}"/>')
         parts.append(f'<text x="{left - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:.2f}</text>')
     for i in range(0, steps, max(1, steps // 5)):
-        parts.append(f'<text x="{x(i):.1f}" y="{height - 12}" text-anchor="middle">{i + 1}</text>')
+        parts.append(f'<text x="{x(i):.1f}" y="{height - 14}" text-anchor="middle">{i + 1}</text>')
     for r, wide, dash in zip(results, (6, 3.5, 1.8), ("", "10 6", ""), strict=False):
         points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(r["losses"]))
         parts.append(f'<polyline class="{r["name"]}" stroke-width="{wide}" stroke-dasharray="{dash}" points="{points}"/>')
@@ -82,6 +84,7 @@ p{color:var(--soft);margin:.4em 0 1.2em}
 .wide{margin-bottom:16px}
 svg{width:100%;height:auto;display:block}
 svg text{fill:var(--soft);font:12px system-ui,sans-serif}
+@media(max-width:640px){svg text{font-size:22px}}
 svg .grid{stroke:var(--line)}
 polyline{fill:none;stroke-linejoin:round;stroke-linecap:round}
 polyline.eager{stroke:var(--eager)}polyline.grouped_mm{stroke:var(--grouped_mm)}polyline.fusedmoe{stroke:var(--fusedmoe)}
@@ -104,9 +107,11 @@ def page(results: list[dict[str, Any]], setup: str, gap: float) -> str:
     ours, steps = results[-1], len(results[0]["losses"])
     picked = list(range(0, steps, max(1, steps // 6)))
     head = "".join(f"<th>step {i + 1}</th>" for i in picked)
-    body = "".join(f"<tr><td>{escape(r['label'])}</td>" + "".join(f"<td>{r['losses'][i]:.5f}</td>" for i in picked) + "</tr>" for r in results)
+    cells = ["".join(f"<td>{r['losses'][i]:.5f}</td>" for i in picked) for r in results]
+    body = "".join(f"<tr><td>{escape(r['label'])}</td>{c}</tr>" for r, c in zip(results, cells, strict=True))
     key = "".join(f'<span><i class="{r["name"]}"></i>{escape(r["label"])}</span>' for r in results)
-    faster = " and ".join(f"{ours['tokens_per_second'] / r['tokens_per_second']:.2f}x as fast as {escape(r['label'])}" for r in results[:-1])
+    rate = ours["tokens_per_second"]
+    faster = " and ".join(f"{rate / r['tokens_per_second']:.2f}x as fast as {escape(r['label'])}" for r in results[:-1])
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">
 <meta name="color-scheme" content="light dark"><title>fusedmoe: one fine-tune, three ways</title><style>{_STYLE}</style></head>
@@ -119,6 +124,7 @@ def page(results: list[dict[str, Any]], setup: str, gap: float) -> str:
 <section class="card"><h2>Tokens per second</h2>{_bars(results, "tokens_per_second", "tok/s")}</section>
 <section class="card"><h2>Peak memory of a training step</h2>{_bars(results, "peak_mb", "MB")}</section>
 </div>
-<section class="card" style="margin-top:16px"><h2>Losses side by side</h2><div class="scroll"><table><tr><th></th>{head}</tr>{body}</table></div></section>
+<section class="card" style="margin-top:16px"><h2>Losses side by side</h2>
+<div class="scroll"><table><tr><th></th>{head}</tr>{body}</table></div></section>
 </main></body></html>
 """

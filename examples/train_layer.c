@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { T = 256, H = 64, I = 128, E = 8, K = 2, STEPS = 40 }; /* tokens, hidden, intermediate, experts, experts per token */
+enum { T = 256, H = 16, I = 64, E = 4, K = 2, STEPS = 200 }; /* tokens, hidden, intermediate, experts, experts per token */
 
 static fmoe_tensor *tensor(fmoe_datatype type, int ndim, int64_t a, int64_t b, int64_t c)
 {
@@ -47,9 +47,9 @@ int main(void)
     must(fmoe_plan_create(&plan, &d));
 
     fmoe_tensor *x = floats(2, T, H, 1, 1), *out = floats(2, T, H, 1, 0), *dout = floats(2, T, H, 1, 0);
-    fmoe_tensor *router = floats(2, E, H, 1, 0.1f), *drouter = floats(2, E, H, 1, 0);
-    fmoe_tensor *w1 = floats(3, E, 2 * I, H, 0.1f), *dw1 = floats(3, E, 2 * I, H, 0);
-    fmoe_tensor *w2 = floats(3, E, H, I, 0.1f), *dw2 = floats(3, E, H, I, 0);
+    fmoe_tensor *router = floats(2, E, H, 1, 0.5f), *drouter = floats(2, E, H, 1, 0);
+    fmoe_tensor *w1 = floats(3, E, 2 * I, H, 0.5f), *dw1 = floats(3, E, 2 * I, H, 0);
+    fmoe_tensor *w2 = floats(3, E, H, I, 0.5f), *dw2 = floats(3, E, H, I, 0);
     fmoe_block_args a = {.size = sizeof a, .x = x, .w_router = router, .w = {.w1 = w1, .w2 = w2},
                          .logits = floats(2, T, E, 1, 0), .ids = tensor((fmoe_datatype){0, 32, 1}, 2, T, K, 1),
                          .weights = floats(2, T, K, 1, 0), .out = out, .dout = dout, .dw_router = drouter, .dw = {.w1 = dw1, .w2 = dw2}};
@@ -70,7 +70,7 @@ int main(void)
             ((float *)dout->data)[n] = 2 * error / T;
             loss += (double)(error * error) / T;
         }
-        if (i % 10 == 0) printf("step %2d  loss %.4f\n", i, loss);
+        if (i % 40 == 0) printf("step %3d  loss %.4f\n", i, loss);
         must(fmoe_block_backward(plan, &a, &run));
         step(router, drouter, 0.2f);
         step(w1, dw1, 0.2f);

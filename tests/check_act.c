@@ -87,12 +87,9 @@ static double terms(const fmoe_act_params *p, double g, double u, int which)
 {
     const bool gated = p->act < FMOE_ACT_SILU, clamps = gated && p->act >= FMOE_ACT_SWIGLU_CLAMP;
     const check_act_value v = check_act(p->act, (double)p->alpha, (double)p->limit, g, u);
-    /* tanh's derivative: 1 - s, good to u, times x z'(x), which is up to 35 before s becomes 1 */
-    const bool by_tanh = p->act == FMOE_ACT_GEGLU_TANH || p->act == FMOE_ACT_GELU_TANH;
-    const double x = fmin(fabs(gated ? g : u), 6), steep = by_tanh ? x * 1.6 * (1 + 0.134145 * x * x) / 16 : 0;
     if (which == 0) return fabs(v.a);
-    if (which == 1) return (1.13 + steep) * (fmin(fabs(u), clamps ? (double)p->limit : INFINITY) + (p->act == FMOE_ACT_SWIGLU_OAI));
-    if (!gated) return p->act == FMOE_ACT_RELU2 ? 2 * fabs(u) : 1.13 + steep;
+    if (which == 1) return 1.13 * (fmin(fabs(u), clamps ? (double)p->limit : INFINITY) + (p->act == FMOE_ACT_SWIGLU_OAI));
+    if (!gated) return p->act == FMOE_ACT_RELU2 ? 2 * fabs(u) : 1.13;
     return fabs(v.du);
 }
 

@@ -69,6 +69,7 @@ check_layer layer_make(const fmoe_desc *d, int64_t T, int layout)
     l.list = layout & LAYER_LIST;
     l.grad_list = l.list != !!(layout & LAYER_GRAD_LIST);
     if (l.list || l.grad_list) l.d.flags &= ~(uint32_t)FMOE_BIAS; /* lists have none */
+    if (l.list != l.grad_list) l.d.flags &= ~(uint32_t)FMOE_INTERLEAVED; /* refused: test_api.c */
     l.C = l.gated ? 2 * d->I : d->I;
     const int dtype = d->dtype, p_type = layout & LAYER_WIDE_P ? FMOE_F32 : dtype, b_type = layout & LAYER_WIDE_BIAS ? FMOE_F32 : dtype;
     const int64_t H = d->H, I = d->I, E = d->E, gap = layout & LAYER_PADDED ? 2 : 0;

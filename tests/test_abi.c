@@ -3,17 +3,15 @@
  * test_abi.c - what the library shows: its symbols, its needs, its structs, its header, and who includes whom. Symbols and structs
  * are kept in tests/golden; after a wanted change, FMOE_WRITE_GOLDEN=1 test_abi writes them anew and the diff is reviewed. */
 #include <dirent.h>
+#include <stdarg.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include "test.h"
 
-/* A command's standard output and errors; the exit status is returned. */
-static int output_of(char *text, size_t n, const char *format, ...) __attribute__((format(printf, 3, 4)));
-
-#include <stdarg.h>
-static int output_of(char *text, size_t n, const char *format, ...)
+/* A command's standard output; the exit status is returned. */
+__attribute__((format(printf, 3, 4))) static int output_of(char *text, size_t n, const char *format, ...)
 {
     char command[2048];
     va_list args;
@@ -196,10 +194,10 @@ TEST(header_in_cpp)
 
 static int exists(const char *folder, const char *name)
 {
-    char path[1024];
+    char path[2048];
     struct stat s;
-    snprintf(path, sizeof path, "%s/%s", folder, name);
-    return stat(path, &s) == 0;
+    const int n = snprintf(path, sizeof path, "%s/%s", folder, name);
+    return n > 0 && (size_t)n < sizeof path && stat(path, &s) == 0;
 }
 
 /* What a folder may include with quotation marks beside its own files, and whether it may say folder/file of itself. */
@@ -221,10 +219,10 @@ static int included(const char *line, char *name, size_t n, char *bracket)
 
 static int scan_file(const layer_rule *r, const char *folder, const char *file)
 {
-    char path[1024], line[1024], name[256], bracket, word[300];
+    char path[2048], line[1024], name[256], bracket, word[300];
     int n = 0;
-    snprintf(path, sizeof path, "%s/%s", folder, file);
-    FILE *f = fopen(path, "r");
+    const int length = snprintf(path, sizeof path, "%s/%s", folder, file);
+    FILE *f = length > 0 && (size_t)length < sizeof path ? fopen(path, "r") : NULL;
     REQUIRE(f != NULL);
     while (fgets(line, sizeof line, f)) {
         if (!included(line, name, sizeof name, &bracket)) continue;

@@ -415,6 +415,19 @@ TEST(weights_stacked_or_listed_not_both)
     CHECK(call_untouched(&c));
     call_end(&c);
     call_end(&l);
+    /* Interleaved stacks beside lists: whose order would the rows have? */
+    call_begin(&c, CALL_EXPERTS, FMOE_BACKWARD, FMOE_F32);
+    call_begin(&l, CALL_EXPERTS_LIST, FMOE_BACKWARD, FMOE_F32);
+    fmoe_plan_destroy(&l.plan);
+    l.d.flags |= FMOE_INTERLEAVED;
+    REQUIRE(fmoe_plan_create(&l.plan, &l.d) == FMOE_OK);
+    CHECK_STATUS(call_make(&l), FMOE_OK);
+    memset(fmoe_data(l.a.experts.dx), 0xa5, N_T * N_H * 4);
+    l.a.experts.w = (fmoe_weights){.w1 = c.a.experts.w.w1, .w2 = c.a.experts.w.w2};
+    expect(&l, "mixed", FMOE_ERR_UNSUPPORTED, FMOE_ERR_UNSUPPORTED, "FMOE_INTERLEAVED", NULL);
+    for (int64_t i = 0; i < N_T * N_H; i++) CHECK(((const uint32_t *)fmoe_data(l.a.experts.dx))[i] == 0xa5a5a5a5);
+    call_end(&c);
+    call_end(&l);
     call_begin(&c, CALL_GMM, FMOE_FORWARD, FMOE_F32);
     c.a.gmm.list = 1;
     expect(&c, "list on a stacked plan", FMOE_ERR_PLAN, FMOE_ERR_PLAN, "list", number(N_I));

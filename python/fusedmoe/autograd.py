@@ -29,12 +29,7 @@ def _no_second_derivative() -> None:
 
 
 def _any_requires_grad(x: Tensor, p: Tensor, w: Sequence[Tensor]) -> bool:
-    if x.requires_grad or p.requires_grad:
-        return True
-    for t in w:
-        if t.requires_grad:  # noqa: SIM110  (a generator costs a microsecond)
-            return True
-    return False
+    return x.requires_grad or p.requires_grad or any([t.requires_grad for t in w])
 
 
 def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:

@@ -185,12 +185,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []
-    print(f"{'dtype':5} {'T':>6} {'H':>5} {'I':>5} {'E':>4} {'k':>2} {'pass':8} {'backend':12} {'ms':>10} {'GFLOP/s':>9} {'share':>6} {'peak MB':>8}")
+    line = "{:5} {:>6} {:>5} {:>5} {:>4} {:>2} {:8} {:12} {:>10} {:>9} {:>6} {:>8}"
+    print(line.format("dtype", "T", "H", "I", "E", "k", "pass", "backend", "ms", "GFLOP/s", "share", "peak MB"))
     for dtype, T, H, I, E, k in itertools.product(args.dtype, args.T, args.H, args.I, args.E, args.k):
         new = measure(args.arch, T, H, I, E, k, dtype, args.device, args.impl, args.rounds, not args.forward_only)
         for r in sorted(new, key=lambda r: r["pass"]):
-            share, peak = (f"{r[key]:.2f}" if r[key] is not None else "" for key in ("share", "peak_mb"))
-            print(f"{dtype:5} {T:6} {H:5} {I:5} {E:4} {k:2} {r['pass']:8} {r['backend']:12} {r['ms']:10.3f} {r['gflops']:9.1f} {share:>6} {peak:>8}")
+            columns = [r["pass"], r["backend"], r["ms"], r["gflops"], r["share"] or "", r["peak_mb"] or ""]
+            print(line.format(dtype, T, H, I, E, k, *columns))
         rows += new
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))

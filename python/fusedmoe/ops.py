@@ -12,7 +12,7 @@ one after the other; optional tensors are lists of none or one; ``needs`` is a m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ _run = _core.run
 _lib = torch.library.Library("fusedmoe", "DEF")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _plan(
     op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, k: int = 0,
     K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0, limit: float = 0.0,
@@ -51,7 +51,7 @@ def _plan(
                       alpha, limit, rule, threads)  # fmt: skip
 
 
-@lru_cache(maxsize=None)
+@cache
 def _saved_line(plan: int) -> tuple[int, int]:
     """c0, c1 with saved_bytes(T) <= c0 + c1 * T: a size that is right for symbolic T too."""
     big = 1 << 20
@@ -463,8 +463,7 @@ def _block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, id
     plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
     grads = [torch.empty_like(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
     dx, dw_router, *rest = grads
-    take = [rest[: len(b_router)], rest[len(b_router) :][: len(w)]]
-    take += [rest[len(b_router) + len(w) :][: len(shared)], rest[len(rest) - len(shared_gate) :]]
+    take = [[rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate)]
     none = (None,) * 7
     _call(_core.BLOCK_BACKWARD, plan, 1, x.shape[0], x.device, _unit(x), w_router, _opt(select_bias), *_slots(w, act, flags),
           *(_slots(shared, act, 0) if shared else none), _opt(shared_gate), logits, ids, weights, saved, _unit(dout),

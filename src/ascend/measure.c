@@ -2,11 +2,7 @@
  *
  * measure.c - how much workspace a pass needs: the walks themselves, on tensors that are only descriptions. They are the
  * most demanding ones a caller may bring: rows with gaps, int64 ids, f32 routing weights, f32 gradients, lists.
- *
- * Two things need a second copy of a weight gradient, which nobody else should have to pay for: adding to gradients of the
- * plan's own dtype (CANN adds into f32 only), and lists of gradient matrices that are not adjacent in memory. They are
- * covered while that copy is small. Above, a caller brings that much more workspace, or gets FMOE_ERR_WORKSPACE and the
- * number. */
+ */
 #include <stdlib.h>
 
 #include "ascend.h"
@@ -15,8 +11,6 @@ typedef struct fake {
     fmoe_tensor t;
     int64_t shape[3], strides[3];
 } fake;
-
-enum { SMALL_COPY = 64 << 20 };
 
 #define NOWHERE ((void *)(uintptr_t)((uint64_t)1 << 41))
 
@@ -46,16 +40,13 @@ static const fmoe_tensor *packed2(fake *f, int dtype, int64_t a, int64_t b)
     return &f->t;
 }
 
-/* n matrices, all at one place (a list), or one behind the other (a stack in disguise). */
-static fmoe_tensor *list_of(fake *f, int dtype, int64_t n, int64_t a, int64_t b, bool adjacent)
+/* n matrices, all at one place: not a stack in disguise. */
+static fmoe_tensor *list_of(fake *f, int dtype, int64_t n, int64_t a, int64_t b)
 {
     fmoe_tensor *list = malloc((size_t)n * sizeof *list);
     if (!list) return NULL;
     packed2(f, dtype, a, b);
-    for (int64_t i = 0; i < n; i++) {
-        list[i] = f->t;
-        if (adjacent) list[i].data = (char *)NOWHERE + (size_t)(i * a * b) * fmoe_dtype_size(dtype);
-    }
+    for (int64_t i = 0; i < n; i++) list[i] = f->t;
     return list;
 }
 
@@ -66,18 +57,18 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
     const fmoe_desc *d = &c->p->d;
     const int t = d->dtype;
     const int64_t hc = c->p->h_cols;
-    const bool bias = d->flags & FMOE_BIAS, small = d->E * hc * d->H <= SMALL_COPY / 4;
+    const bool bias = d->flags & FMOE_BIAS;
     fake x, ids, p, out, dout, dx, dp, w1, w2, b1, b2, dw1, dw2, db1, db2, lw[3], lg[3];
     fmoe_tensor *list[6] = {NULL};
     fmoe_experts_args a = {.size = sizeof a, .x = describe(&x, t, 2, T, d->H, 0), .ids = describe(&ids, -64, 2, T, d->k, 0),
                            .weights = describe(&p, FMOE_F32, 2, T, d->k, 0)};
     if (lists) {
-        list[0] = list_of(&lw[0], t, d->E, d->I, d->H, false);
-        list[1] = list_of(&lw[1], t, d->E, d->I, d->H, false);
-        list[2] = list_of(&lw[2], t, d->E, d->H, d->I, false);
-        list[3] = list_of(&lg[0], grad, d->E, d->I, d->H, !small);
-        list[4] = list_of(&lg[1], grad, d->E, d->I, d->H, !small);
-        list[5] = list_of(&lg[2], grad, d->E, d->H, d->I, !small);
+        list[0] = list_of(&lw[0], t, d->E, d->I, d->H);
+        list[1] = list_of(&lw[1], t, d->E, d->I, d->H);
+        list[2] = list_of(&lw[2], t, d->E, d->H, d->I);
+        list[3] = list_of(&lg[0], grad, d->E, d->I, d->H);
+        list[4] = list_of(&lg[1], grad, d->E, d->I, d->H);
+        list[5] = list_of(&lg[2], grad, d->E, d->H, d->I);
         for (int i = 0; i < 6; i++) if (!list[i]) asc_fail(c, FMOE_ERR_NOMEM, "no memory to describe %lld matrices", (long long)d->E);
         a.w = (fmoe_weights){.gate = c->p->gated ? list[0] : NULL, .up = list[1], .down = list[2]};
     } else {
@@ -95,7 +86,7 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
         if (lists) a.dw = (fmoe_weights){.gate = a.w.gate ? list[3] : NULL, .up = list[4], .down = list[5]};
         else a.dw = (fmoe_weights){.w1 = describe(&dw1, grad, 3, d->E, hc, d->H), .w2 = describe(&dw2, grad, 3, d->E, d->H, d->I),
                                    .b1 = bias ? packed2(&db1, grad, d->E, hc) : NULL, .b2 = bias ? packed2(&db2, grad, d->E, d->H) : NULL};
-        asc_experts_backward(c, &a, FMOE_ADD_DX | (small || grad != t ? FMOE_ACCUMULATE : 0));
+        asc_experts_backward(c, &a, FMOE_ADD_DX | FMOE_ACCUMULATE);
     }
     for (int i = 0; i < 6; i++) free(list[i]);
 }
@@ -116,8 +107,7 @@ static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide)
         a.dw = describe(&dw, wide, 3, d->E, d->K, d->N);
         a.dbias = packed2(&db, wide, d->E, d->N);
     }
-    const bool small = d->E * d->K * d->N <= SMALL_COPY / 4;
-    asc_gmm(c, pass, &a, pass == FMOE_BACKWARD ? FMOE_ADD_DX | (small || wide != t ? FMOE_ACCUMULATE : 0) : 0);
+    asc_gmm(c, pass, &a, pass == FMOE_BACKWARD ? FMOE_ADD_DX | FMOE_ACCUMULATE : 0);
 }
 
 static void route(asc_call *c, fmoe_pass pass, int64_t T, bool bad)

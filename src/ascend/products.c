@@ -10,6 +10,9 @@
  * the pieces that follow overwrite. */
 #include "ops.h"
 
+/* Scratch for weight gradients that cannot be written where they belong at once: this many bytes, or an eighth of them. */
+enum { SCRATCH = 16 << 20, PIECES = 8 };
+
 /* ---- Weights ---- */
 
 /* Packed as [.., a, b], or the turned view of a packed [.., b, a]. Strides of length-1 dimensions are made regular. */
@@ -213,12 +216,52 @@ static void outer_add(asc_call *c, asc_view left, asc_view right, asc_groups *g,
     ASC_LAUNCH(c, GroupedMatmulAdd, tx, tw, groups, ty, true, false, 2);
 }
 
-static void deliver_list(asc_call *c, asc_view stack, const asc_weights *dw, bool add)
+/* Rows [at, at+n) of every gradient in the list from a stack of such pieces: one launch for 128 of them where CANN can. */
+static void deliver_list(asc_call *c, asc_view stack, const asc_weights *dw, int64_t at, bool add)
 {
-    for (int64_t i = 0; i < dw->n && c->status == FMOE_OK; i++) {
-        const asc_view to = member(dw, i), from = asc_at(stack, i);
-        if (add) asc_add_to(c, to, from);
-        else asc_copy(c, to, from);
+    asc_view to[128];
+    const int64_t rows = stack.dims[1];
+    for (int64_t first = 0; first < dw->n && c->status == FMOE_OK; first += 128) {
+        const int64_t n = fmoe_min(128, dw->n - first);
+        for (int64_t i = 0; i < n; i++) to[i] = asc_part(member(dw, first + i), 0, at, 1, rows);
+        const asc_view from = asc_part(stack, 0, first, 1, n);
+        if (!add && to[0].dtype == stack.dtype && c->acl->aclnnSplitTensor) {
+            const aclTensor *src = asc_t(c, asc_shape(from, 2, n * rows, stack.dims[2], 0));
+            const aclTensorList *dst = asc_list(c, to, n);
+            ASC_LAUNCH(c, SplitTensor, src, (uint64_t)rows, 0, dst);
+            continue;
+        }
+        for (int64_t i = 0; i < n; i++) {
+            if (add) asc_add_to(c, to[i], asc_at(from, i));
+            else asc_copy(c, to[i], asc_at(from, i));
+        }
+    }
+}
+
+/* Through scratch, a block of rows of every gradient at a time, so that the scratch stays small: gradients of the plan's own
+ * dtype that are added to (CANN adds into f32 only), and lists whose matrices are not adjacent. */
+static void outer_in_blocks(asc_call *c, asc_view left, asc_view right, asc_groups *g, const asc_weights *dw, bool wide, bool add)
+{
+    const int64_t a = left.dims[1], b = right.dims[1];
+    const aclDataType dtype = wide ? ACL_FLOAT : left.dtype;
+    int64_t block = SCRATCH / (dw->n * b * (int64_t)asc_size(dtype));
+    block = fmoe_max(block, fmoe_ceil_div(a, PIECES));
+    block = block >= a ? a : fmoe_max(block / 16 * 16, 1);
+    for (int64_t at = 0; at < a && c->status == FMOE_OK; at += block) {
+        const int64_t rows = fmoe_min(block, a - at);
+        const size_t mark = c->used;
+        const asc_view part = rows == a ? left : asc_packed_as(c, asc_part(left, 1, at, 1, rows), left.dtype);
+        const asc_view stack = asc_new3(c, dtype, dw->n, rows, b);
+        if (wide) {
+            asc_zero(c, stack);
+            outer_add(c, part, right, g, stack);
+        } else {
+            outer(c, part, right, g, stack);
+        }
+        if (dw->list) deliver_list(c, stack, dw, at, add);
+        else if (add) asc_add_to(c, asc_part(dw->stack, 1, at, 1, rows), stack);
+        else asc_copy(c, asc_part(dw->stack, 1, at, 1, rows), stack);
+        asc_release(c, mark);
     }
 }
 
@@ -233,35 +276,30 @@ void asc_outer_product(asc_call *c, asc_view left, asc_view right, asc_groups *g
         right = swap;
         dw = asc_weights_turn(dw);
     }
-    const int64_t a = left.dims[1], b = right.dims[1];
     const aclDataType dtype = left.dtype;
-    const size_t mark = c->used;
+    const bool wide = first.dtype == ACL_FLOAT && dtype != ACL_FLOAT;
     if (left.dims[0] == 0) { /* nothing to add, or nothing but zeros */
         if (!add) for (int64_t i = 0; i < (dw.list ? dw.n : 1); i++) asc_zero(c, dw.list ? member(&dw, i) : dw.stack);
         return;
     }
-    if (g->n == 1 && first.dtype != dtype) { /* one matrix in f32: multiply in f32 */
+    if (g->n == 1 && wide) { /* one matrix in f32: multiply in f32 */
+        const size_t mark = c->used;
         left = asc_packed_as(c, left, ACL_FLOAT);
         right = asc_packed_as(c, right, ACL_FLOAT);
         asc_outer_product(c, left, right, g, dw, add);
         asc_release(c, mark);
         return;
     }
-    if (!dw.list && first.dtype == dtype && !add) {
+    const bool into_f32 = wide && c->acl->aclnnGroupedMatmulAdd;
+    if (into_f32) asc_running(c, g); /* before anything that is released here */
+    if (!dw.list && !wide && !add) {
         outer(c, left, right, g, dw.stack);
-        return;
-    }
-    if (!dw.list && first.dtype == ACL_FLOAT && dtype != ACL_FLOAT && c->acl->aclnnGroupedMatmulAdd) {
+    } else if (!dw.list && into_f32) {
         if (!add) asc_zero(c, dw.stack);
         outer_add(c, left, right, g, dw.stack);
-        return; /* the running sums stay */
+    } else {
+        outer_in_blocks(c, left, right, g, &dw, into_f32, add);
     }
-    const asc_view stack = asc_new3(c, dtype, dw.n, a, b);
-    outer(c, left, right, g, stack);
-    if (dw.list) deliver_list(c, stack, &dw, add);
-    else if (add) asc_add_to(c, dw.stack, stack);
-    else asc_cast(c, dw.stack, stack);
-    asc_release(c, mark);
 }
 
 void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor *db, bool add)

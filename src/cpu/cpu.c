@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * cpu.c - the CPU backend's table, and which ISA level its plans use. */
+#define FMOE_EXPERIMENTAL /* the ceilings at the end of this file are exported */
 #include "cpu/cpu.h"
 
 #include <pthread.h>

@@ -11,7 +11,7 @@
 
 #include <type_traits>
 
-static constexpr int THREADS = 128, WARPS = 4, MAX_SLOTS = 1024, MAX_EXPERTS = 4096, UNROLL = 4;
+static constexpr int THREADS = 64, WARPS = 2, MAX_SLOTS = 1024, MAX_EXPERTS = 4096, DEPTH = 8;
 
 struct DecodeArgs {
     View ids, p;
@@ -31,6 +31,15 @@ struct DecodeArgs {
     DeviceError *error;
 };
 
+DEV void bad_id(const DecodeArgs &a, int slot, int64_t id, int y)
+{
+    if (blockIdx.x || y || (id == -1 && (a.flags & FMOE_SKIP_NEG1)) || (id == a.E && (a.flags & FMOE_SKIP_E))) return;
+    a.error->index = slot;
+    a.error->value = id;
+    __threadfence_system();
+    a.error->code = DEVERR_ID;
+}
+
 // The y-th expert that some slot names, its number of slots, and the slots in order. -1: there are not so many.
 struct Found {
     int expert, count;
@@ -41,6 +50,18 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
     __shared__ int16_t id[MAX_SLOTS];
     __shared__ Found found;
     const int words = (a.E + 31) / 32, lane = threadIdx.x % 32;
+    if (a.R <= 32) { // every warp on its own, in registers; the order of experts is that of their first slots
+        const int64_t v = lane < a.R ? load_int(a.ids.p, a.ids.dtype, lane / a.k * a.ids.s0 + lane % a.k * a.ids.s1) : -1;
+        const bool in = lane < a.R && v >= 0 && v < a.E;
+        if (lane < a.R && !in) bad_id(a, lane, v, y);
+        const unsigned same = __match_any_sync(~0u, in ? (int)v : -1), leaders = __ballot_sync(~0u, in && lane == __ffs(same) - 1);
+        if (y >= __popc(leaders)) return Found{-1, 0};
+        const int src = (int)__fns(leaders, 0, y + 1), e = __shfl_sync(~0u, (int)v, src);
+        const unsigned mine = __shfl_sync(~0u, same, src);
+        if (mine >> lane & 1) slots[__popc(mine & ((1u << lane) - 1))] = (uint16_t)lane; // all warps write the same
+        __syncwarp();
+        return Found{e, __popc(mine)};
+    }
     for (int i = threadIdx.x; i < words; i += THREADS) bits[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < a.R; i += THREADS) {
@@ -48,12 +69,7 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
         const bool in = v >= 0 && v < a.E;
         id[i] = in ? (int16_t)v : (int16_t)-1;
         if (in) atomicOr(&bits[v >> 5], 1u << (v & 31));
-        else if (blockIdx.x == 0 && y == 0 && !(v == -1 && (a.flags & FMOE_SKIP_NEG1)) && !(v == a.E && (a.flags & FMOE_SKIP_E))) {
-            a.error->index = i;
-            a.error->value = v;
-            __threadfence_system();
-            a.error->code = DEVERR_ID;
-        }
+        else bad_id(a, i, v, y);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -99,31 +115,36 @@ template <class T> DEV void mma8(float (&d)[4], uint32_t a0, uint32_t a1, uint32
 DEV uint4 load_weight(const void *p) { return __ldcs((const uint4 *)p); }
 
 // acc[nb] += 16 rows (8 at w0, 8 at w1) x 8 tokens over `steps` of 32 in k. token[nb]: this lane's token row, NULL: none.
-// `ready` is called when the first weights are on their way and before the first token is read.
+// DEPTH steps of weights are on their way at any time; `ready` is called between the first of them and the first read of a token.
 template <class T, int NB, class F> DEV void stream_rows(float (&acc)[NB][4], const T *w0, const T *w1, const T *const (&token)[NB], int steps, F ready)
 {
-    uint4 g[UNROLL], u[UNROLL];
-    auto fetch = [&](int s) {
+    uint4 g[DEPTH], u[DEPTH];
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++)
-            if (s + i < steps) g[i] = load_weight(w0 + (s + i) * 32), u[i] = load_weight(w1 + (s + i) * 32);
-    };
-    fetch(0);
+    for (int i = 0; i < DEPTH; i++)
+        if (i < steps) g[i] = load_weight(w0 + i * 32), u[i] = load_weight(w1 + i * 32);
     ready();
-    for (int s = 0; s < steps; s += UNROLL) {
-        uint4 cg[UNROLL], cu[UNROLL];
+    for (int s = 0; s < steps; s += DEPTH) {
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) cg[i] = g[i], cu[i] = u[i];
-        fetch(s + UNROLL);
+        for (int half = 0; half < DEPTH; half += DEPTH / 2) { // tokens for a few steps at once, from the cache
+            uint4 x[DEPTH / 2][NB];
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) {
-            if (s + i >= steps) break;
+            for (int i = 0; i < DEPTH / 2; i++)
 #pragma unroll
-            for (int nb = 0; nb < NB; nb++) {
-                uint4 x = make_uint4(0, 0, 0, 0);
-                if (token[nb]) x = __ldg((const uint4 *)(token[nb] + (s + i) * 32));
-                mma8<T>(acc[nb], cg[i].x, cu[i].x, cg[i].y, cu[i].y, x.x, x.y);
-                mma8<T>(acc[nb], cg[i].z, cu[i].z, cg[i].w, cu[i].w, x.z, x.w);
+                for (int nb = 0; nb < NB; nb++) {
+                    x[i][nb] = make_uint4(0, 0, 0, 0);
+                    if (token[nb] && s + half + i < steps) x[i][nb] = __ldg((const uint4 *)(token[nb] + (s + half + i) * 32));
+                }
+#pragma unroll
+            for (int i = 0; i < DEPTH / 2; i++) {
+                const int at = half + i, next = s + at + DEPTH;
+                if (s + at < steps) {
+#pragma unroll
+                    for (int nb = 0; nb < NB; nb++) {
+                        mma8<T>(acc[nb], g[at].x, u[at].x, g[at].y, u[at].y, x[i][nb].x, x[i][nb].y);
+                        mma8<T>(acc[nb], g[at].z, u[at].z, g[at].w, u[at].w, x[i][nb].z, x[i][nb].w);
+                    }
+                    if (next < steps) g[at] = load_weight(w0 + next * 32), u[at] = load_weight(w1 + next * 32);
+                }
             }
         }
     }
@@ -172,18 +193,15 @@ template <class T, int NB> __global__ void __launch_bounds__(THREADS) decode_up(
     }
 }
 
-// down: a block has 16 output columns for each half of its warps, which share the contraction two by two.
+// down: a warp has 16 output columns of one expert.
 template <class T, int NB> __global__ void __launch_bounds__(THREADS) decode_down(const __grid_constant__ DecodeArgs a)
 {
     __shared__ uint16_t slots[MAX_SLOTS];
-    __shared__ float4 sums[WARPS / 2][NB][32];
     depend_launch(); // every launch before the last one is complete: up waited for it
     const Found f = find_expert(a, blockIdx.y, slots);
-    if (f.expert < 0) return depend_wait();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp & 1, n0 = blockIdx.x * 32 + warp / 2 * 16, row = lane / 4;
-    const int all = (int)(a.I / 32), steps = half ? all / 2 : all - all / 2, k0 = (half ? all - all / 2 : 0) * 32 + lane % 4 * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n0 = (blockIdx.x * WARPS + warp) * 16, row = lane / 4, k0 = lane % 4 * 8;
+    if (f.expert < 0 || n0 >= a.H) return depend_wait();
     const T *w = (const T *)a.w2 + f.expert * a.w2_g + (n0 + row) * a.w2_r + k0;
-    const bool on = n0 < a.H;
     bool waited = false;
     for (int first = 0; first < f.count; first += 8 * NB) {
         const T *token[NB];
@@ -193,40 +211,65 @@ template <class T, int NB> __global__ void __launch_bounds__(THREADS) decode_dow
             token[nb] = i < f.count ? (const T *)a.a + slots[i] * a.I + k0 : nullptr;
         }
         float acc[NB][4] = {};
-        auto ready = [&] {
+        stream_rows<T, NB>(acc, w, w + 8 * a.w2_r, token, (int)(a.I / 32), [&] {
             if (!waited) depend_wait(); // now a
             waited = true;
-        };
-        if (on) stream_rows<T, NB>(acc, w, w + 8 * a.w2_r, token, steps, ready);
-        else ready();
-        if (half)
+        });
 #pragma unroll
-            for (int nb = 0; nb < NB; nb++) sums[warp / 2][nb][lane] = make_float4(acc[nb][0], acc[nb][1], acc[nb][2], acc[nb][3]);
-        __syncthreads();
-        if (!half && on)
+        for (int nb = 0; nb < NB; nb++) {
+            const int i = first + nb * 8 + lane % 4 * 2;
 #pragma unroll
-            for (int nb = 0; nb < NB; nb++) {
-                const float4 o = sums[warp / 2][nb][lane];
-                const float v[4] = {acc[nb][0] + o.x, acc[nb][1] + o.y, acc[nb][2] + o.z, acc[nb][3] + o.w};
-                const int i = first + nb * 8 + lane % 4 * 2;
-#pragma unroll
-                for (int j = 0; j < 2; j++)
-                    if (i + j < f.count) {
-                        float *y = a.y + (int64_t)slots[i + j] * a.H + n0 + row;
-                        y[0] = v[j];
-                        y[8] = v[2 + j];
-                    }
-            }
-        __syncthreads();
+            for (int j = 0; j < 2; j++)
+                if (i + j < f.count) {
+                    float *y = a.y + (int64_t)slots[i + j] * a.H + n0 + row;
+                    y[0] = acc[nb][j];
+                    y[8] = acc[nb][2 + j];
+                }
+        }
     }
 }
 
+// One token: a block has 16 columns, a warp a slot; the slots are added in their order, and nothing is left to combine.
+static constexpr int ONE_WARPS = 8;
+template <class T> __global__ void __launch_bounds__(32 * ONE_WARPS) decode_down_one(const __grid_constant__ DecodeArgs a)
+{
+    __shared__ float part[32][17];
+    depend_launch();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, n0 = blockIdx.x * 16;
+    bool waited = false;
+    for (int j = warp; j < a.k; j += ONE_WARPS) {
+        const int64_t id = load_int(a.ids.p, a.ids.dtype, j * a.ids.s1);
+        const bool in = id >= 0 && id < a.E;
+        float acc[1][4] = {};
+        if (in) {
+            const T *w = (const T *)a.w2 + id * a.w2_g + (n0 + row) * a.w2_r + lane % 4 * 8;
+            const T *token[1] = {row == 0 ? (const T *)a.a + j * a.I + lane % 4 * 8 : nullptr};
+            stream_rows<T, 1>(acc, w, w + 8 * a.w2_r, token, (int)(a.I / 32), [&] {
+                if (!waited) depend_wait();
+                waited = true;
+            });
+        }
+        if (lane % 4 == 0) part[j][row] = in ? acc[0][0] : 0.f, part[j][row + 8] = in ? acc[0][2] : 0.f;
+    }
+    if (!waited) depend_wait();
+    __syncthreads();
+    if (threadIdx.x >= 16) return;
+    T *out = (T *)a.out + n0 + threadIdx.x;
+    float s = a.add ? to_float(*out) : 0.f;
+    for (int j = 0; j < a.k; j++) {
+        const int64_t id = load_int(a.ids.p, a.ids.dtype, j * a.ids.s1);
+        if (id >= 0 && id < a.E) s = fmaf(load_float(a.p.p, a.p.dtype, j * a.p.s1), part[j][threadIdx.x], s);
+    }
+    *out = from_float<T>(s);
+}
+
 // out[t] = sum over its slots, in their order.
-template <class T> __global__ void __launch_bounds__(THREADS) decode_combine(const __grid_constant__ DecodeArgs a)
+static constexpr int SUM_THREADS = 128;
+template <class T> __global__ void __launch_bounds__(SUM_THREADS) decode_combine(const __grid_constant__ DecodeArgs a)
 {
     depend_wait();
     depend_launch();
-    const int64_t t = blockIdx.y, c = blockIdx.x * THREADS + threadIdx.x;
+    const int64_t t = blockIdx.y, c = blockIdx.x * SUM_THREADS + threadIdx.x;
     if (c >= a.H) return;
     T *out = (T *)a.out + t * a.out_r + c;
     float s = a.add ? to_float(*out) : 0.f;
@@ -241,7 +284,12 @@ template <class T> __global__ void __launch_bounds__(THREADS) decode_combine(con
 template <class T> static void run(const DecodeArgs &a, cudaStream_t s)
 {
     const unsigned experts = (unsigned)fmoe_min(a.R, a.E);
-    const dim3 up((unsigned)(a.I / 8), experts), down((unsigned)((a.H + 31) / 32), experts), sum((unsigned)((a.H + THREADS - 1) / THREADS), (unsigned)a.T);
+    const dim3 up((unsigned)(a.I / 8), experts), down((unsigned)((a.H / 16 + WARPS - 1) / WARPS), experts), sum((unsigned)((a.H + SUM_THREADS - 1) / SUM_THREADS), (unsigned)a.T);
+    if (a.T == 1 && a.k <= 32) {
+        launch_overlapped(decode_up<T, 1>, up, THREADS, 0, 1, s, a);
+        launch_overlapped(decode_down_one<T>, dim3((unsigned)(a.H / 16)), 32 * ONE_WARPS, 0, 1, s, a);
+        return;
+    }
     if (a.T <= 8) {
         launch_overlapped(decode_up<T, 1>, up, THREADS, 0, 1, s, a);
         launch_overlapped(decode_down<T, 1>, down, THREADS, 0, 1, s, a);
@@ -249,7 +297,7 @@ template <class T> static void run(const DecodeArgs &a, cudaStream_t s)
         launch_overlapped(decode_up<T, 2>, up, THREADS, 0, 1, s, a);
         launch_overlapped(decode_down<T, 2>, down, THREADS, 0, 1, s, a);
     }
-    launch_overlapped(decode_combine<T>, sum, THREADS, 0, 1, s, a);
+    launch_overlapped(decode_combine<T>, sum, SUM_THREADS, 0, 1, s, a);
 }
 
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, float *y_rows)

@@ -10,7 +10,7 @@
 // Columns past the end are zero-filled and clipped by TMA.
 #pragma once
 #include "act.cuh"
-#include "sm90.cuh"
+#include "sched_sm90.cuh"
 #include "wgmma.cuh"
 
 enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };              // A_T*: the contraction runs over rows (weight gradients)
@@ -30,10 +30,11 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
-    static constexpr int CONTROL = STAGES * STAGE + 8 * STAGING, SMEM = CONTROL + 256;
+    static constexpr int ZEROS = STAGES * STAGE + 8 * STAGING;                                    // a block of zeros for weight gradients
+    static constexpr int CONTROL = ZEROS + (WGRAD ? 1024 : 0), OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
     static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 88 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 208 : 232, REG_EPILOGUE = 152;
     static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
 };
 
@@ -77,7 +78,7 @@ template <class C> struct Scheduler {
                 t.share_b = 1;
                 if (m >= rows) m = rows - 1, t.live = 0;
             }
-            const int count = __ldg(p.off + e + 1) - __ldg(p.off + e);
+            const int count = offset_of<C>(p, e + 1) - offset_of<C>(p, e);
             t.steps = count / 64;
             t.tail = count % 64 / 16;
             t.part = m / per_part;
@@ -88,7 +89,7 @@ template <class C> struct Scheduler {
             int tiles, units;
             for (;;) {
                 if (e == p.E) return false;
-                tiles = (__ldg(p.off + e + 1) - __ldg(p.off + e) + C::BM - 1) / C::BM;
+                tiles = (offset_of<C>(p, e + 1) - offset_of<C>(p, e) + C::BM - 1) / C::BM;
                 units = tiles / 2 * cols + (tiles & 1) * ((cols + 1) / 2);
                 if (u < base + units) break;
                 base += units;
@@ -107,8 +108,8 @@ template <class C> struct Scheduler {
             }
             t.steps = p.k_steps * p.parts;
             t.tail = 0;
-            t.m0 = t.row0 = __ldg(p.off + e) + m * C::BM;
-            t.end = __ldg(p.off + e + 1);
+            t.m0 = t.row0 = offset_of<C>(p, e) + m * C::BM;
+            t.end = offset_of<C>(p, e + 1);
         }
         t.e = e;
         t.n0 = n * C::COLS;
@@ -124,9 +125,9 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
     if constexpr (!C::GATHER_A) {
 #pragma unroll
         for (int i = 0; i < C::BM / 64; i++) {
-            const int x = C::WGRAD ? t.m0 + 64 * i : k * 64, y = C::WGRAD ? t.part : part, z = C::WGRAD ? krow : t.m0 + 64 * i;
-            if (!t.share_a) tma_load(a + i * 8192, &p.a, bar, x, y, z);
-            else if (i % 2 == rank) tma_load_multicast(a + i * 8192, &p.a, bar, x, y, z, 3);
+            const int x = C::WGRAD ? t.part * p.M + t.m0 + 64 * i : (part * p.k_steps + k) * 64, y = C::WGRAD ? krow : t.m0 + 64 * i;
+            if (!t.share_a) tma_load2(a + i * 8192, &p.a, bar, x, y);
+            else if (i % 2 == rank) tma_load2_multicast(a + i * 8192, &p.a, bar, x, y, 3);
         }
     }
     if constexpr (!C::GATHER_B) {
@@ -134,13 +135,16 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
             if (t.share_b && i % 2 != rank) continue;
-            int x, y, z = t.e, which = part;
+            int x = 0, y = 0, which = part;
             if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / 2);
             if (C::B == B_GLU) x = k * 64, y = t.n0, which = i;
             if (C::B == B_NMAJOR) x = t.n0 + 64 * i, y = k * 64;
-            if (C::B == B_T) x = t.n0 + 64 * i, y = 0, z = krow, which = 0;
-            if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, z, 3);
-            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, z);
+            if (C::B == B_T) {
+                x = t.n0 + 64 * i;
+                if (t.share_b) tma_load2_multicast(b + i * BYTES, &p.b[0], bar, x, krow, 3);
+                else tma_load2(b + i * BYTES, &p.b[0], bar, x, krow);
+            } else if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, t.e, 3);
+            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, t.e);
         }
     }
 }
@@ -157,7 +161,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring)
     Tile t;
     int s = 0, phase = 1;
     while (sched.next(t)) {
-        const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? __ldg(p.off + t.e) : 0;
+        const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? offset_of<C>(p, t.e) : 0;
         int part = 0, k = 0;
         for (int i = 0; i < steps; i++) {
             mbar_wait(ring.empty + 8 * s, phase);
@@ -175,7 +179,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring)
 template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
 {
     typedef typename C::T T;
-    const int thread = threadIdx.x, rank = cluster_rank(), row = thread / 8, c = thread & 7, total = __ldg(p.off + p.E);
+    const int thread = threadIdx.x, rank = cluster_rank(), row = thread / 8, c = thread & 7, total = offset_of<C>(p, p.E);
     const uint32_t dst = ring.base + (C::GATHER_B ? C::A_BYTES : 0) + row * 128 + ((c ^ (row & 7)) << 4);
     const T *x = (const T *)p.x + c * 8;
     Scheduler<C> sched(p);
@@ -226,7 +230,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         int tok[4], next[4];
         auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) q[i] = token(__ldg(p.off + u.e) + 64 * k + row + 16 * i);
+            for (int i = 0; i < 4; i++) q[i] = token(offset_of<C>(p, u.e) + 64 * k + row + 16 * i);
         };
         if (more) load_tokens(next, ahead, 0);
         while (more) {
@@ -238,7 +242,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
             const int steps = t.steps + (t.tail != 0), limit = C::GATHER_A ? p.M : p.N, c0 = C::GATHER_A ? t.m0 : t.n0;
             int boxes = BOXES; // the last tile may reach past the row: what is there is not stored, but must not be read
             if (c0 + BOXES * 64 > limit) boxes = (limit - c0) / 64;
-            const int krow = __ldg(p.off + t.e);
+            const int krow = offset_of<C>(p, t.e);
             for (int k = 0; k < steps; k++) {
                 const T *src[4];
 #pragma unroll
@@ -261,7 +265,8 @@ template <class C> struct Stores {
     uint32_t staging;
     int lane;
     uint32_t turn = 0;
-    template <class F> DEV void put(F write, const CUtensorMap *m, int x, int y, int z, bool add)
+    // Rows: (x, y); a weight gradient: (x, y) of expert z, or the same place of one tall matrix.
+    template <class F> DEV void put(F write, const CUtensorMap *m, int x, int y, int z, bool add, bool flat)
     {
         const uint32_t buffer = staging + (turn++ & 1) * 2048;
         if (lane == 0) tma_wait_read<1>();
@@ -270,8 +275,9 @@ template <class C> struct Stores {
         fence_async();
         __syncwarp();
         if (lane == 0) {
-            if (add) tma_add(m, buffer, x, y, z);
-            else tma_store(m, buffer, x, y, z);
+            if (C::WGRAD && add) tma_add(m, buffer, x, y, z);
+            else if (C::WGRAD && !flat) tma_store(m, buffer, x, y, z);
+            else tma_store2(m, buffer, x, y);
             tma_commit();
         }
     }
@@ -280,6 +286,7 @@ template <class C> struct Stores {
 template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (&acc)[C::SUB][C::BN / 2], int row_wg, int warp, int lane, Stores<C> &out)
 {
     typedef typename C::T T;
+    const int shift = C::WGRAD && p.flat ? t.e * p.M : 0;
 #pragma unroll
     for (int sub = 0; sub < C::SUB; sub++) {
         const int row = t.row0 + row_wg + sub * 64 + warp * 16;
@@ -288,19 +295,20 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
         if constexpr (C::EPI == EPI_GLU) {
 #pragma unroll
             for (int c = 0; c < C::BN / 128; c++) {
+                if (t.n0 + 64 * c >= p.N) break; // N is a multiple of 64 here
                 float *g = v + 32 * c, *u = v + C::BN / 4 + 32 * c;
                 if (p.keep_h) {
-                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h, t.n0 + 64 * c, 0, row, false);
-                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h, t.n0 + 64 * c, 1, row, false);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h, t.n0 + 64 * c, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h, p.N + t.n0 + 64 * c, row, 0, false, true);
                 }
 #pragma unroll
                 for (int i = 0; i < 32; i++) g[i] = g[i] * sigmoid_fast(g[i]) * u[i];
-                out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.d[0], t.n0 + 64 * c, 0, row, false);
+                out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.d[0], t.n0 + 64 * c, row, 0, false, true);
             }
         } else if constexpr (C::EPI == EPI_STORE_F32) {
 #pragma unroll
             for (int c = 0; c < C::BN / 32; c++)
-                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row, t.e, p.add);
+                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row + shift, t.e, p.add, p.flat);
         } else {
             if (!C::WGRAD && p.bias) {
                 const T *bias = (const T *)p.bias + (size_t)t.e * p.bias_g;
@@ -313,8 +321,8 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
             }
 #pragma unroll
             for (int c = 0; c < C::BN / 64; c++)
-                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c,
-                        C::WGRAD ? row : 0, C::WGRAD ? t.e : row, C::WGRAD && p.add);
+                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c, row + shift, t.e,
+                        C::WGRAD && p.add, C::WGRAD ? p.flat : true);
         }
     }
 }
@@ -329,6 +337,8 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     float acc[C::SUB][C::BN / 2];
     int s = 0, phase = 0;
     uint32_t handed = 0;
+    // No stride at all: every part of the operand is the one block of zeros.
+    const uint64_t zeros = (uint64_t)(((ring.base + C::ZEROS) & 0x3ffff) >> 4) | (1ull << 62);
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
     };
@@ -350,66 +360,42 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
             }
             continue;
         }
-        auto descriptors = [&](uint64_t &da, uint64_t &db) {
-            const uint32_t a = ring.base + s * C::STAGE, b = a + C::A_BYTES;
-            da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128);
-            db = C::TB ? descriptor_mn(b) : descriptor_k(b);
-        };
-        auto multiply = [&](uint64_t da, uint64_t db, int kk, int accumulate) {
-#pragma unroll
-            for (int m = 0; m < C::SUB; m++)
-                wgmma<T, C::BN, C::TA, C::TB>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * (C::TB ? 128 : 2), accumulate);
-        };
-        if (C::WGRAD && t.steps == 0)
+        const int steps = t.steps + (t.tail != 0);
+        if (C::WGRAD && steps == 0)
 #pragma unroll
             for (int m = 0; m < C::SUB; m++)
 #pragma unroll
                 for (int i = 0; i < C::BN / 2; i++) acc[m][i] = 0;
         int last = 0;
-        for (int k = 0; k < t.steps; k++) {
+        auto step = [&](int k, auto tail) {
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async(); // cp.async wrote through the generic proxy
-            uint64_t da, db;
-            descriptors(da, db);
+            const uint32_t a = ring.base + s * C::STAGE, b = a + C::A_BYTES;
+            const uint64_t da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128), db = C::TB ? descriptor_mn(b) : descriptor_k(b);
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < 4; kk++) multiply(da, db, kk, (k | kk) != 0);
+            for (int kk = 0; kk < 4; kk++)
+#pragma unroll
+                for (int m = 0; m < C::SUB; m++) {
+                    uint64_t x = da + m * 512 + kk * (C::TA ? 128 : 2), y = db + kk * (C::TB ? 128 : 2);
+                    if (tail.value && kk >= t.tail) x = y = zeros;
+                    wgmma<T, C::BN, C::TA, C::TB>(acc[m], x, y, (k | kk) != 0);
+                }
             wgmma_commit();
             wgmma_wait<1>();
             if (k) release(last);
             last = s;
             advance();
-        }
+        };
+        for (int k = 0; k < t.steps; k++) step(k, std::false_type());
+        // Of the last rows of an expert only whole 16s are its own: for the rest both operands are zeros. (A branch around some of
+        // the products would make the compiler run all of them one by one.)
+        if constexpr (C::WGRAD)
+            for (int k = t.steps; k < steps; k++) step(k, std::true_type());
         more = sched.next(ahead); // while the last products run
         known = true;
         wgmma_wait<0>();
-        if (t.steps) release(last);
-        if constexpr (C::WGRAD) {
-            if (t.tail) { // fewer than 64 rows are left: 16 at a time
-                mbar_wait(ring.full + 8 * s, phase);
-                if (C::GATHER) fence_async();
-                uint64_t da, db;
-                descriptors(da, db);
-                wgmma_fence();
-                multiply(da, db, 0, 1);
-                wgmma_commit();
-                wgmma_wait<0>();
-                if (t.tail == 2) {
-                    wgmma_fence();
-                    multiply(da, db, 1, 1);
-                    wgmma_commit();
-                    wgmma_wait<0>();
-                } else if (t.tail == 3) {
-                    wgmma_fence();
-                    multiply(da, db, 1, 1);
-                    multiply(da, db, 2, 1);
-                    wgmma_commit();
-                    wgmma_wait<0>();
-                }
-                release(s);
-                advance();
-            }
-        }
+        if (steps) release(last);
 #pragma unroll
         for (int m = 0; m < C::SUB; m++) wgmma_pin<C::BN / 2>(acc[m]);
 
@@ -523,10 +509,14 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
         if (!C::GATHER_B) tma_prefetch(&p.b[0]);
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
+    if (C::WGRAD && threadIdx.x < 64) ((uint4 *)(smem + C::ZEROS))[threadIdx.x] = make_uint4(0, 0, 0, 0);
     depend_launch();
+    depend_wait();
+    if (p.off_shared)
+        for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
+    fence_async(); // the zeros are read by wgmma
     __syncthreads();
     cluster_sync();
-    depend_wait();
     if (threadIdx.x < 128) {
         registers_down<C::REG_PRODUCER>();
         if constexpr (C::GATHER) producer_gather<C>(p, ring);
@@ -552,5 +542,7 @@ template <class C> static cudaError_t sm90_setup_one()
 template <class C> static cudaError_t sm90_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
 {
     static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
-    return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, C::SMEM, 2, stream, p);
+    const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
+    p.off_shared = all <= SM90_MAX_SMEM;
+    return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);
 }

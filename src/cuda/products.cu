@@ -5,10 +5,10 @@
 #include "sm90.cuh"
 
 #include <cstdlib>
-static int tokens_mode()
+static int tokens_mode(const Layer &l)
 {
-    static const int m = getenv("FMOE_T") ? atoi(getenv("FMOE_T")) : 15;
-    return m;
+    static const int m = getenv("FMOE_T") ? atoi(getenv("FMOE_T")) : -1;
+    return m >= 0 ? m : fmoe_cuda_use_tokens(l.R, l.E) ? 11 : 0;
 }
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
@@ -36,7 +36,10 @@ static WeightMap weight_map(CUtensorMap *m, const Layer &l, const Mat &w, int64_
     return {sm90_map(m, l.dtype, w.p, dim, stride, box), n_major};
 }
 
-// Rows of an activation: {column, part, row}, boxes of 64 columns x `box_rows` rows.
+// Rows of an activation: {column, row}, boxes of 64 columns x `box_rows` rows.
+static bool rows_map2(CUtensorMap *m, const Layer &l, const void *p, int64_t cols, int box_rows) { return sm90_map2(m, l.dtype, p, cols, l.rows, cols, 64, box_rows); }
+
+// And with the column cut in parts: {column, part, row}.
 static bool rows_map(CUtensorMap *m, const Layer &l, const void *p, int64_t cols, int64_t parts, int box_rows)
 {
     const int64_t dim[3] = {cols / parts, parts, l.rows}, stride[3] = {1, cols / parts, cols};
@@ -123,13 +126,16 @@ static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, in
             ok = m.ok && (i == 0 || m.n_major == n_major);
             n_major = m.n_major;
         }
-        ok = ok && rows_map(&a.d[0], l, out, N, 1, 16) && (gathered ? gather_ok(l, x, ldx) && K % 64 == 0 : rows_map(&a.a, l, x, K, parts, 64));
+        // Parts of the contraction that are not whole steps need the third dimension, which the tokens kernel has.
+        a.tokens = (tokens_mode(l) >> (n_major ? 3 : 1)) & 1 || (K / parts) % 64 != 0;
+        if (gathered) ok = ok && gather_ok(l, x, ldx) && K % 64 == 0;
+        else ok = ok && (a.tokens ? rows_map(&a.a, l, x, K, parts, 64) && rows_map(&a.a16, l, x, K, parts, 16) : rows_map2(&a.a, l, x, K, 64));
+        ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, N, 1, 16) : rows_map2(&a.d[0], l, out, N, 16));
         if (ok) {
             if (gathered) gather_from(a, x, ldx);
             a.N = (int)N;
             a.parts = parts;
             a.k_steps = steps(K / parts);
-            a.tokens = (tokens_mode() >> (n_major ? 3 : 1)) & 1 && (gathered || rows_map(&a.a16, l, x, K, parts, 16));
             a.bias = b.p;
             a.bias_g = (size_t)b.g;
             const Sm90Product product = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
@@ -179,7 +185,9 @@ static bool kmajor_ok(const Mat &w)
 
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1)
 {
-    return l.plan->path == FMOE_PATH_SM90 && w1.strided && w1.parts == 2 && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) && gather_ok(l, x, ldx);
+    // Gate and up must lie one after the other: they are read as one tensor.
+    return l.plan->path == FMOE_PATH_SM90 && w1.strided && w1.parts == 2 && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) && gather_ok(l, x, ldx) &&
+           (char *)w1.part[1].p > (char *)w1.part[0].p && w1.part[0].r == w1.part[1].r && (l.E == 1 || w1.part[0].g == w1.part[1].g);
 }
 
 void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, void *a_out)
@@ -187,11 +195,14 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, v
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
     const int64_t half = ((char *)w1.part[1].p - (char *)w1.part[0].p) / 2;
-    a.tokens = (tokens_mode() & 1) && half > 0 && w1.part[0].r == w1.part[1].r && w1.part[0].g == w1.part[1].g &&
-               sm90_map_glu(&a.b[0], l.dtype, w1.part[0].p, l.H, l.I, l.E, w1.part[0].r, half, w1.part[0].g);
-    bool ok = a.tokens || (weight_map(&a.b[0], l, w1.part[0], l.I, l.H, false).ok && weight_map(&a.b[1], l, w1.part[1], l.I, l.H, false).ok);
-    ok = ok && rows_map(&a.d[0], l, a_out, l.I, 1, 16);
-    if (h) ok = ok && rows_map(&a.h, l, h, 2 * l.I, 2, 16);
+    a.tokens = (tokens_mode(l) & 1) || l.I % 64 != 0;
+    bool ok;
+    if (a.tokens)
+        ok = sm90_map_glu(&a.b[0], l.dtype, w1.part[0].p, l.H, l.I, l.E, w1.part[0].r, half, w1.part[0].g) && rows_map(&a.d[0], l, a_out, l.I, 1, 16) &&
+             (!h || rows_map(&a.h, l, h, 2 * l.I, 2, 16));
+    else
+        ok = weight_map(&a.b[0], l, w1.part[0], l.I, l.H, false).ok && weight_map(&a.b[1], l, w1.part[1], l.I, l.H, false).ok && rows_map2(&a.d[0], l, a_out, l.I, 16) &&
+             (!h || rows_map2(&a.h, l, h, 2 * l.I, 16));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
         return;
@@ -224,7 +235,7 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const vo
     a.pa = pa;
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
-    a.tokens = (tokens_mode() >> 2) & 1;
+    a.tokens = (tokens_mode(l) >> 2) & 1;
     const int tile = a.tokens ? 64 : fmoe_cuda_dh_tile(l.I);
     done(l, sm90_launch(tile == 192 ? SM90_DH_192 : SM90_DH_128, l.dtype, 0, a, l.plan->sms, l.stream));
     return (int)((l.I + tile - 1) / tile);
@@ -239,14 +250,18 @@ static bool wgrad_hopper(Layer &l, const void *fixed, int64_t fixed_cols, const 
     if (!hopper(l) || !gather_ok(l, gathered, ld) || gathered_cols % 64) return false;
     Sm90Args a = base_args(l);
     const int64_t M = (gather_a ? gathered_cols : fixed_cols) / parts, N = gather_a ? fixed_cols : gathered_cols;
+    const int64_t tile = gather_a ? 128 : 256;
     for (int i = 0; i < parts; i++) {
         Mat m = d.parts == parts && parts == 2 ? d.part[i] : d.whole;
         // A gradient stored by columns is the transposed product.
         const bool transposed = m.c != 1 && m.r == 1;
         if (transposed) m.c = m.r, m.r = d.whole.c;
-        if (!grad_map(&a.d[i], l, m, M, N, f32)) return false;
+        // All experts as one tall matrix where tiles end with them: two dimensions are cheaper than three.
+        a.flat = parts == 1 && !add && m.c == 1 && M % tile == 0 && (m.g == M * m.r || l.E == 1) && l.E * M < INT32_MAX &&
+                 sm90_map2(&a.d[0], f32 ? FMOE_F32 : l.dtype, m.p, N, l.E * M, m.r, f32 ? 32 : 64, 16);
+        if (!a.flat && !grad_map(&a.d[i], l, m, M, N, f32)) return false;
     }
-    if (!rows_map(gather_a ? &a.b[0] : &a.a, l, fixed, fixed_cols, parts, 64)) return false;
+    if (!rows_map2(gather_a ? &a.b[0] : &a.a, l, fixed, fixed_cols, 64)) return false;
     gather_from(a, gathered, ld);
     a.M = (int)M;
     a.N = (int)N;

@@ -46,6 +46,20 @@ DEV void tma_load_multicast(uint32_t dst, const CUtensorMap *m, uint32_t bar, in
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(dst),
                  "l"(m), "r"(bar), "r"(x), "r"(y), "r"(z), "h"(mask) : "memory");
 }
+DEV void tma_load2(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, int y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst), "l"(m),
+                 "r"(bar), "r"(x), "r"(y) : "memory");
+}
+DEV void tma_load2_multicast(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, int y, uint16_t mask)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
+                 "l"(m), "r"(bar), "r"(x), "r"(y), "h"(mask) : "memory");
+}
+DEV void tma_store2(const CUtensorMap *m, uint32_t src, int x, int y)
+{
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(m), "r"(src), "r"(x), "r"(y) : "memory");
+}
 DEV void tma_store(const CUtensorMap *m, uint32_t src, int x, int y, int z)
 {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(m), "r"(src), "r"(x), "r"(y), "r"(z) : "memory");

@@ -54,6 +54,17 @@ bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], 
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t rows, int64_t pitch, int box_cols, int box_rows)
+{
+    const int64_t size = dtype == FMOE_F32 ? 4 : 2, bytes = pitch * size;
+    const CUtensorMapDataType type = dtype == FMOE_F32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : dtype == FMOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    if (cols < 1 || rows < 1 || rows > ((int64_t)1 << 31) || bytes % 16 || (uintptr_t)p % 16) return false;
+    const cuuint64_t d[2] = {(cuuint64_t)cols, (cuuint64_t)rows}, s = (cuuint64_t)bytes;
+    const cuuint32_t b[2] = {(cuuint32_t)box_cols, (cuuint32_t)box_rows}, one[2] = {1, 1};
+    return encoder()(map, type, 2, (void *)p, d, &s, b, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert)
 {
     const cuuint64_t dim[5] = {(cuuint64_t)H, 8, 2, (cuuint64_t)(I / 8), (cuuint64_t)E};

@@ -8,11 +8,11 @@
 static constexpr size_t SM90_MAX_SMEM = 232448;
 
 struct Sm90Args {
-    CUtensorMap a;          // rows {column, part, row}
-    CUtensorMap a16;        // the same in boxes of 16 rows
+    CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
+    CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
     CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up); or rows as a
-    CUtensorMap d[2];       // results: rows {column, part, row}; weight gradients {n, m, expert}, one a part
-    CUtensorMap h;          // forward with activation: h {column, gate or up, row}
+    CUtensorMap d[2];       // results: as a; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
+    CUtensorMap h;          // forward with activation: h as a; tokens_sm90: {column, gate or up, row}
     const int *off;         // [E+1]
     const int *tok;         // gather: token of each row
     const void *x;          // gather: the tokens, row pitch ldx
@@ -26,7 +26,8 @@ struct Sm90Args {
     size_t dp_pitch;
     int E, M, N;            // M: rows of a part of a weight gradient
     int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
-    int add, keep_h;
+    int add, keep_h, flat;
+    int off_shared;         // set by the launch: the offsets have a copy in shared memory
     int tokens;             // tokens on the N side (tokens_sm90.cuh)
 };
 
@@ -49,6 +50,8 @@ cudaError_t sm90_setup();
 
 // A 3-D tensor map of 16-bit (or f32) elements, 128-byte swizzle; strides in elements. False: the driver refuses it.
 bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3]);
+// The same in two dimensions.
+bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t rows, int64_t pitch, int box_cols, int box_rows);
 // W1's gates and ups in turns of 8: {k, 8 rows, gate or up, groups, expert}; up lies `half` elements after gate.
 bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert);
 bool sm90_driver(); // the encoder is there

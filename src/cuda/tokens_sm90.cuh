@@ -7,7 +7,7 @@
 // expert has one piece only, two tiles of features. Results pass through shared memory transposed, 48 tokens at a time.
 #pragma once
 #include "act.cuh"
-#include "sm90.cuh"
+#include "sched_sm90.cuh"
 #include "wgmma.cuh"
 
 enum WeightSource { W_KMAJOR, W_GLU, W_NMAJOR }; // [feature, k]; the same, 8 gates and 8 ups in turn; [k, feature]
@@ -26,7 +26,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr int PIECE = 3;                                             // units staged at a time
     static constexpr int STAGING = EPI_WG ? 2 * MAX_N * 128 : 2 * PIECE * 2048; // bytes of a consumer warpgroup
     static constexpr int THREADS = EPI_WG ? 512 : 384;
-    static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, SMEM = CONTROL + 256;
+    static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
     static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 88 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 208 : 232, REG_EPILOGUE = 152;
     static constexpr int GROUP = 8;
 };
@@ -45,8 +45,8 @@ template <class C> struct TokenScheduler {
         int units, first, pieces, work;
         for (;;) {
             if (e == p.E) return false;
-            first = __ldg(p.off + e);
-            units = (__ldg(p.off + e + 1) - first) / 16;
+            first = offset_of<C>(p, e);
+            units = (offset_of<C>(p, e + 1) - first) / 16;
             pieces = units <= C::MAX_UNITS ? units != 0 : (units + 2 * C::MAX_UNITS - 1) / (2 * C::MAX_UNITS) * 2;
             work = pieces == 1 ? (tiles + 1) / 2 : pieces / 2 * tiles;
             if (u < base + work) break;
@@ -449,9 +449,11 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
     depend_launch();
+    depend_wait();
+    if (p.off_shared)
+        for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
     __syncthreads();
     cluster_sync();
-    depend_wait();
     if (threadIdx.x < 128) {
         registers_down<C::REG_PRODUCER>();
         token_producer<C>(p, ring);
@@ -471,10 +473,12 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
 template <class C> static cudaError_t tokens_setup_one()
 {
     static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
-    return cudaFuncSetAttribute(tokens_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM);
+    return cudaFuncSetAttribute(tokens_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, SM90_MAX_SMEM);
 }
 
-template <class C> static cudaError_t tokens_launch_one(const Sm90Args &p, int sms, cudaStream_t stream)
+template <class C> static cudaError_t tokens_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
 {
-    return launch_overlapped(tokens_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, C::SMEM, 2, stream, p);
+    const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
+    p.off_shared = all <= SM90_MAX_SMEM;
+    return launch_overlapped(tokens_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);
 }

@@ -45,6 +45,8 @@ int fmoe_cuda_dh_tile(int64_t I)
     return wide * 100 <= narrow * 104 ? 192 : 128; /* 192 is about 4 % faster per column */
 }
 
+int fmoe_cuda_use_tokens(int64_t R, int64_t E) { return R < 400 * E; }
+
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 {
     const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;

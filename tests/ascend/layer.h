@@ -16,6 +16,7 @@ typedef struct layer_case {
     int ids, p, grad, dp; /* dtypes; 0: int64, the plan's, the plan's, p's */
     uint32_t forward, backward; /* run flags */
     bool gaps;            /* rows with gaps */
+    bool apart;           /* lists of gradients: matrices that are not adjacent */
     double limit;
     int idle;             /* only the first E - idle experts get rows */
 } layer_case;
@@ -107,8 +108,8 @@ static inline layer layer_make(layer_case c)
     if (lists) {
         l.a.w = (fmoe_weights){.gate = gated ? npu_list(w1, 0, c.I, turned, false) : NULL, .up = npu_list(w1, gated ? c.I : 0, c.I, turned, false),
                                .down = npu_list(w2, 0, c.H, turned, false)};
-        l.a.dw = (fmoe_weights){.gate = gated ? npu_list(dw1, 0, c.I, turned, true) : NULL, .up = npu_list(dw1, gated ? c.I : 0, c.I, turned, true),
-                                .down = npu_list(dw2, 0, c.H, turned, true)};
+        l.a.dw = (fmoe_weights){.gate = gated ? npu_list(dw1, 0, c.I, turned, !c.apart) : NULL, .up = npu_list(dw1, gated ? c.I : 0, c.I, turned, !c.apart),
+                                .down = npu_list(dw2, 0, c.H, turned, !c.apart)};
     } else {
         l.a.w = (fmoe_weights){.w1 = to_npu(w1), .b1 = to_npu(b1), .w2 = to_npu(w2), .b2 = to_npu(b2)};
         l.a.dw = (fmoe_weights){.w1 = to_npu(dw1), .b1 = to_npu(db1), .w2 = to_npu(dw2), .b2 = to_npu(db2)};

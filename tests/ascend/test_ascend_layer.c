@@ -113,19 +113,29 @@ NPU_TEST(adding)
     LAYER(.dtype = FMOE_F32, SIZES, .forward = FMOE_ADD_OUT, .backward = FMOE_ADD_DX, .gaps = true);
 }
 
-/* Adding to gradients of the plan's own dtype needs more workspace than fmoe_workspace_bytes says; the error has the number. */
+/* CANN adds into f32 only: here through scratch. */
 NPU_TEST(adding_in_the_plans_dtype)
 {
-    layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .backward = FMOE_ACCUMULATE});
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, l.c.T, FMOE_ASCEND, 0);
-    fmoe_run b = run_for(l.plan, FMOE_BACKWARD, l.c.T, FMOE_ASCEND, FMOE_ACCUMULATE);
-    CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
-    b.workspace_bytes += (size_t)1 << 20;
-    b.workspace = npu_alloc(b.workspace_bytes);
-    CHECK_STATUS(layer_backward(&l, &b), FMOE_OK);
-    layer_reference(&l);
-    layer_compare(&l);
-    layer_free(&l);
+    LAYER(.dtype = FMOE_F32, SIZES, .backward = FMOE_ACCUMULATE, .flags = FMOE_BIAS);
+    LAYER(.dtype = FMOE_BF16, SIZES, .backward = FMOE_ACCUMULATE);
+    LAYER(.dtype = FMOE_BF16, SIZES, .backward = FMOE_ACCUMULATE, .form = TURNED);
+    LAYER(.dtype = FMOE_F16, SIZES, .backward = FMOE_ACCUMULATE, .form = LISTS, .apart = true);
+}
+
+NPU_TEST(gradients_apart)
+{
+    LAYER(.dtype = FMOE_F32, SIZES, .form = LISTS, .apart = true);
+    LAYER(.dtype = FMOE_BF16, SIZES, .form = LISTS_TURNED, .apart = true);
+    LAYER(.dtype = FMOE_BF16, SIZES, .form = LISTS, .apart = true, .grad = FMOE_F32);
+    LAYER(.dtype = FMOE_BF16, SIZES, .form = LISTS, .apart = true, .grad = FMOE_F32, .backward = FMOE_ACCUMULATE);
+    LAYER(.dtype = FMOE_F16, .T = 30, .H = 16, .I = 8, .E = 150, .k = 4, .form = LISTS, .apart = true);
+}
+
+/* Gradients larger than the scratch for them: a block of rows at a time. */
+NPU_TEST(gradients_in_blocks)
+{
+    LAYER(.dtype = FMOE_BF16, .T = 4, .H = 512, .I = 280, .E = 64, .k = 2, .form = LISTS, .apart = true, .idle = 54);
+    LAYER(.dtype = FMOE_BF16, .T = 4, .H = 512, .I = 140, .E = 64, .k = 2, .backward = FMOE_ACCUMULATE, .idle = 54);
 }
 
 NPU_TEST(no_tokens)

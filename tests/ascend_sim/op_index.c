@@ -324,3 +324,37 @@ aclnnStatus aclnnIndexPutImplGetWorkspaceSize(aclTensor *self, const aclTensorLi
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(IndexPutImpl)
+
+/* ---- SplitTensor ---- */
+
+static void split_tensor(sim_exec *e) /* self, outs...; i[0] dim */
+{
+    const around a = split(&e->t[0], e->i[0]);
+    const double *v = sim_load(e, 0);
+    int64_t at = 0;
+    for (int i = 1; i < e->nt; i++) {
+        const around b = split(&e->t[i], e->i[0]);
+        double *r = sim_buffer(e, (size_t)(b.outer * b.n * b.inner) * sizeof *r);
+        for (int64_t o = 0; o < b.outer; o++)
+            memcpy(r + o * b.n * b.inner, v + (o * a.n + at) * a.inner, (size_t)(b.n * b.inner) * sizeof *r);
+        sim_store(e, i, r);
+        at += b.n;
+    }
+}
+
+aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t size, int64_t dim, aclTensorList *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("SplitTensor", split_tensor);
+    sim_in(e, self);
+    int n;
+    sim_list(e, out, true, &n);
+    e->i[0] = dim;
+    int64_t total = 0;
+    for (int i = 1; i <= n; i++) {
+        total += sim_numel(&e->t[i]);
+        sim_check(e, e->t[i].dtype == e->t[0].dtype && (i == n || split(&e->t[i], dim).n == (int64_t)size), "piece %d has another size or dtype", i);
+    }
+    sim_check(e, total == sim_numel(&e->t[0]), "the pieces are not the whole");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(SplitTensor)

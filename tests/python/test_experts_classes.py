@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from common import V5, rel
 
+from common import V5, rel
 from fusedmoe import ops
 from fusedmoe.integrations import layers
 from fusedmoe.integrations import transformers as hf

@@ -8,15 +8,20 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from common import V5, rel, step, tiny, worst
 from torch import nn
 
+from common import V5, rel, step, tiny, worst
 from fusedmoe import kernels
 from fusedmoe.kernels import BaseKernel, DeviceType, Registry, register_kernel
 from fusedmoe.kernels.ops.mlp.cpu_fused_moe import CpuFusedMoEKernel
 from fusedmoe.kernels.ops.mlp.cuda_fused_moe import CudaFusedMoEKernel
 from fusedmoe.kernels.ops.mlp.npu_fused_moe import (
-    GmmFunction, HybridGmmFunction, NpuFusedMoEKernel, NpuMoeFused, Qwen3NpuMoeFused, kernel_moe_mapping,
+    GmmFunction,
+    HybridGmmFunction,
+    NpuFusedMoEKernel,
+    NpuMoeFused,
+    Qwen3NpuMoeFused,
+    kernel_moe_mapping,
 )  # fmt: skip
 
 T, H, I, E, k = 10, 12, 6, 5, 2
@@ -207,10 +212,10 @@ def test_stacked_experts_at_the_edges():
     x, p = torch.randn(1, 3, H), torch.rand(3, k, requires_grad=True)
     skipped = NpuMoeFused.npu_moe_experts_forward(module, x, p, torch.full((3, k), E))
     skipped.sum().backward()
-    assert float(skipped.abs().max()) == 0.0 and float(p.grad.abs().max()) == 0.0
+    assert float(skipped.detach().abs().max()) == 0.0 and float(p.grad.abs().max()) == 0.0
     flat = NpuMoeFused.npu_moe_experts_forward(module, x[0], p, torch.zeros(3, k, dtype=torch.long))
     assert flat.shape == (3, H)  # two dimensions in, two out
-    with pytest.raises(ValueError, match="act_fn|activation"):
+    with pytest.raises(ValueError, match="None"):
         NpuMoeFused.npu_moe_experts_forward(Stacked(None), x, p, torch.zeros(3, k, dtype=torch.long))
     with pytest.raises(ValueError, match="not one of"):
         NpuMoeFused.npu_moe_experts_forward(Stacked(torch.tanh), x, p, torch.zeros(3, k, dtype=torch.long))

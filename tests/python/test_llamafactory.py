@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from common import V5, step, tiny, worst
 
 pytest.importorskip("llamafactory")

@@ -8,9 +8,9 @@ import pickle
 import pytest
 import torch
 import transformers
-from common import FAMILIES, V5, set_implementation, step, tiny, train, worst
 
 import fusedmoe
+from common import FAMILIES, V5, set_implementation, step, tiny, train, worst
 from fusedmoe.kernels import apply_kernel
 
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))

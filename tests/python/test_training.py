@@ -5,10 +5,10 @@ import copy
 
 import pytest
 import torch
-from common import V5, rel, step, tiny, worst
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe
+from common import V5, rel, step, tiny, worst
 from fusedmoe import autograd, ops
 
 if not V5:
@@ -127,7 +127,8 @@ def test_frozen_costs_nothing(form, frozen, monkeypatch):
         t.requires_grad_(False)
     w, flags = [w1, w2], 0
     if form == "list":
-        w, flags = [t.detach().requires_grad_(o.requires_grad) for o, ts in ((w1, (*w1[:, :I], *w1[:, I:])), (w2, w2)) for t in ts], ops.LIST
+        pairs = [*((w1, t) for t in (*w1[:, :I], *w1[:, I:])), *((w2, t) for t in w2)]
+        w, flags = [t.detach().requires_grad_(whole.requires_grad) for whole, t in pairs], ops.LIST
     asked = []
     real = ops.experts_backward
     monkeypatch.setattr(autograd.ops, "experts_backward", lambda *a: asked.append(a[-1]) or real(*a))

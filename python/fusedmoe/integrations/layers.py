@@ -231,14 +231,11 @@ def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> list[Te
     return w
 
 
-def list_activation(experts: nn.ModuleList) -> int | None:
-    """The gated activation of the experts' MLPs."""
-    fn = getattr(experts[0], "act_fn", None)
+def gated_activation(module: nn.Module) -> int | None:
+    """The code of act(gate) * up for a module with act_fn; None: not one of ours."""
+    fn = getattr(module, "act_fn", None)
     name = activation_name(fn)
-    if name in _GATED:
-        return _GATED[name]
-    if not callable(fn):
-        return None
-    found = activation_by_result(lambda h: fn(h), False, 8, experts[0])
-    gated = {ops.SILU: ops.SWIGLU, ops.GELU: ops.GEGLU, ops.GELU_TANH: ops.GEGLU_TANH, ops.RELU: ops.REGLU}
-    return gated.get(found[0]) if found else None
+    if name not in _GATED and callable(fn):
+        found = activation_by_result(fn, False, 8, module)
+        name = next((n for n, code in _PLAIN.items() if found and code == found[0]), None)
+    return _GATED.get(name or "")

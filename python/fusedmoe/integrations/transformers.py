@@ -9,6 +9,7 @@ their structure, after it has seen that the patched forward gives what the modul
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -158,7 +159,7 @@ def _try_list_block(module: nn.Module) -> tuple[str, Callable, dict] | None:
     if names is None:
         return None
     w = layers.list_weights(module.experts, names)
-    act = layers.list_activation(module.experts)
+    act = layers.gated_activation(module.experts[0])
     if w is None or act is None:
         _refuse(module)
         return None
@@ -185,9 +186,9 @@ def _try_stacked(module: nn.Module) -> tuple[str, Callable, dict] | None:
         return None
     (E, a, b), (_, c, d) = up.shape, down.shape
     if (b, a) == (2 * c, d):
-        flags, H, I = ops.TRANSPOSED, a, c
+        flags, H = ops.TRANSPOSED, a
     elif (a, b) == (2 * d, c):
-        flags, H, I = 0, b, d
+        flags, H = 0, b
     else:
         return None
     names = list(inspect.signature(type(module).forward).parameters)
@@ -201,15 +202,14 @@ def _try_stacked(module: nn.Module) -> tuple[str, Callable, dict] | None:
     x, k = _probe(up, 6, H) * 4, min(2, E)
     ids = torch.arange(6 * k, device=x.device).view(6, k) % E
     p = torch.zeros(6, E, device=x.device, dtype=x.dtype).scatter_(1, ids, torch.rand(6, k).to(x.device, x.dtype))
-    want = type(module).forward(module, x, **{names[2]: p, names[3]: ids} if function is stacked_forward else {names[2]: ids, names[3]: p})
+    want = type(module).forward(module, x, routing_weights=p, router_indices=ids)
     alpha, limit = (float(getattr(module, n, 0.0)) for n in ("alpha", "limit"))
-    name = layers.activation_name(getattr(module, "act_fn", None))
-    acts = [layers._GATED[name]] if name in layers._GATED else [*layers._GATED.values(), ops.SWIGLU_OAI, ops.SWIGLU_CLAMP]
-    for act in acts:
-        for interleaved in (0, ops.INTERLEAVED):
-            layer = Layer(act, flags | interleaved | (ops.BIAS if bias else 0), alpha, limit, True, bias)
-            if _close(stacked_forward(module, x, p, ids, layer=layer), want):
-                return "forward", function, {"layer": layer}
+    known = layers.gated_activation(module)
+    acts = (ops.SWIGLU_OAI, ops.SWIGLU_CLAMP) if known is None else (known,)
+    for act, interleaved in itertools.product(acts, (0, ops.INTERLEAVED)):
+        layer = Layer(act, flags | interleaved | (ops.BIAS if bias else 0), alpha, limit, True, bias)
+        if _close(stacked_forward(module, x, p, ids, layer=layer), want):
+            return "forward", function, {"layer": layer}
     say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
     return None
 
@@ -270,11 +270,7 @@ def apply(model: nn.Module) -> nn.Module:
             config._experts_implementation = NAME
     if previous:
         model._fmoe_previous = previous
-    count = 0
-    for module in model.modules():
-        if _is_v5_experts(module):
-            count += 0 if layers.look_at(module).own else 1
-    count += _patch_v4(model)
+    count = sum(not layers.look_at(m).own for m in model.modules() if _is_v5_experts(m)) + _patch_v4(model)
     config = getattr(model, "config", None)
     name = (getattr(config, "architectures", None) or [type(model).__name__])[0]
     if count:

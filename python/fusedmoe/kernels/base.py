@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from enum import Enum, unique
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ def current_accelerator() -> str:
     if accelerator is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     return accelerator.type
-
-
-def has_package(name: str) -> bool:
-    """Whether a package is loaded or can be imported."""
-    return sys.modules.get(name) is not None or importlib.util.find_spec(name) is not None
 
 
 class BaseKernel(ABC):
@@ -56,7 +51,7 @@ class BaseKernel(ABC):
         found = current_accelerator()
         if cls._device != DeviceType.CPU and found != cls._device.value:
             return f"it needs the accelerator {cls._device.value}, the one found is {found}"
-        if cls._device == DeviceType.NPU and not has_package("torch_npu"):
+        if cls._device == DeviceType.NPU and "torch_npu" not in sys.modules and find_spec("torch_npu") is None:
             return "the accelerator is npu, but the package torch_npu is missing"
         return None
 

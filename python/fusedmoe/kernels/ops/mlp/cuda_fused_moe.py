@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""cuda_fused_moe."""
-
-from .fused_moe import CudaFusedMoEKernel
-
-__all__ = ["CudaFusedMoEKernel"]
+from .fused_moe import CudaFusedMoEKernel as CudaFusedMoEKernel

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,14 +15,21 @@ from ...base import BaseKernel, DeviceType, register_kernel
 
 def model_device(model: Any) -> torch.device:
     """The device of a model's first parameter (or buffer)."""
-    tensor = next(iter(model.parameters()), None)
-    if tensor is None:
-        tensor = next(iter(model.buffers()), None)
+    tensor = next(chain(model.parameters(), model.buffers()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
 
+class MoEKernel(BaseKernel):
+    """Puts fusedmoe under the MoE layers of a Hugging Face model."""
+
+    @classmethod
+    def apply(cls, **kwargs: Any) -> Any:
+        """Apply to ``model=`` and return it; ValueError without one, RuntimeError where something is missing."""
+        return hf.apply(cls._checked_model(kwargs))
+
+
 @register_kernel
-class CpuFusedMoEKernel(BaseKernel):
+class CpuFusedMoEKernel(MoEKernel):
     """For a model on the CPU."""
 
     _kernel_id = "cpu_fused_moe"
@@ -32,14 +40,9 @@ class CpuFusedMoEKernel(BaseKernel):
         device = "cpu" if model is None else model_device(model).type
         return None if device in ("cpu", "meta") else f"it needs a model on the cpu, this one is on {device}"
 
-    @classmethod
-    def apply(cls, **kwargs: Any) -> Any:
-        """Apply to ``model=``; ValueError without one, RuntimeError when it is on another device."""
-        return hf.apply(cls._checked_model(kwargs))
-
 
 @register_kernel
-class CudaFusedMoEKernel(BaseKernel):
+class CudaFusedMoEKernel(MoEKernel):
     """For a machine with CUDA."""
 
     _kernel_id = "cuda_fused_moe"
@@ -55,22 +58,12 @@ class CudaFusedMoEKernel(BaseKernel):
                 problem = f"CUDA is there, but fusedmoe cannot use it: {error}"
         return problem
 
-    @classmethod
-    def apply(cls, **kwargs: Any) -> Any:
-        """Apply to ``model=``; ValueError without one, RuntimeError without CUDA."""
-        return hf.apply(cls._checked_model(kwargs))
-
 
 @register_kernel
-class FusedMoEKernel(BaseKernel):
+class FusedMoEKernel(MoEKernel):
     """For whatever device the model is on."""
 
     _kernel_id = "fused_moe"
-
-    @classmethod
-    def get_device(cls) -> str:
-        """fused_moe fits every device."""
-        return "any"
 
     @classmethod
     def _kernel_for(cls, model: Any) -> type[BaseKernel] | None:
@@ -85,8 +78,3 @@ class FusedMoEKernel(BaseKernel):
             return None
         kernel = cls._kernel_for(model)
         return f"there is no backend for {model_device(model).type}" if kernel is None else kernel.missing(model)
-
-    @classmethod
-    def apply(cls, **kwargs: Any) -> Any:
-        """Apply to ``model=``."""
-        return hf.apply(cls._checked_model(kwargs))

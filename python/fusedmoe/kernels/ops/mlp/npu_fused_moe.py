@@ -7,16 +7,14 @@ The functions compute on the device their tensors are on; only NpuFusedMoEKernel
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from .... import ops
 from ....autograd import GmmFunction, HybridGmmFunction, experts, route
 from ....integrations import layers
-from ....integrations import transformers as hf
-from .... import ops
-from ...base import BaseKernel, DeviceType, register_kernel
+from ...base import DeviceType, register_kernel
+from .fused_moe import MoEKernel
 
 __all__ = ["GmmFunction", "HybridGmmFunction", "NpuFusedMoEKernel", "NpuMoeFused", "Qwen3NpuMoeFused", "kernel_moe_mapping"]
 
@@ -25,23 +23,10 @@ def _stacked_layer(module: nn.Module, transposed: bool) -> layers.Layer:
     """The Layer of stacked experts that carry no flags: [E,H,2I] and [E,I,H] (transposed), or v5's layout."""
     if "has_gate" in vars(module):
         return layers.layer_of(module)
-    fn = getattr(module, "act_fn", None)
-    gated = layers._GATED.get(layers.activation_name(fn) or "")
-    flags = ops.SKIP_E | (ops.TRANSPOSED if transposed else 0)
-    if gated is None:
-        if fn is None:
-            raise ValueError(f"{type(module).__name__} has no act_fn: fusedmoe does not guess an activation")
-        width = module.down_proj.shape[1 if transposed else 2]
-
-        def gate(h: Tensor) -> Tensor:
-            g, u = h.chunk(2, dim=-1)
-            return fn(g) * u
-
-        found = layers.activation_by_result(gate, True, int(width), module)
-        if found is None:
-            raise ValueError(f"{type(module).__name__}: the activation {fn} is not one of fusedmoe's")
-        return layers.Layer(found[0], flags | found[1], found[2], found[3])
-    return layers.Layer(gated, flags)
+    act = layers.gated_activation(module)
+    if act is None:
+        raise ValueError(f"{type(module).__name__}: the activation {getattr(module, 'act_fn', None)} is not one of fusedmoe's")
+    return layers.Layer(act, ops.SKIP_E | (ops.TRANSPOSED if transposed else 0))
 
 
 class NpuMoeFused:
@@ -77,7 +62,7 @@ class Qwen3NpuMoeFused:
         """(B,S,H) -> (states, router logits (T,E))."""
         names = layers.list_names(self.experts)
         w = layers.list_weights(self.experts, names) if names else None
-        act = layers.list_activation(self.experts) if names else None
+        act = layers.gated_activation(self.experts[0]) if names else None
         if w is None or act is None:
             raise ValueError(
                 f"{type(self).__name__}: the experts' Linear layers are wrapped, quantized or have a bias, or their activation is "
@@ -116,13 +101,8 @@ kernel_moe_mapping = _mapping()
 
 
 @register_kernel
-class NpuFusedMoEKernel(BaseKernel):
+class NpuFusedMoEKernel(MoEKernel):
     """For a machine with an Ascend NPU."""
 
     _kernel_id = "npu_fused_moe"
     _device = DeviceType.NPU
-
-    @classmethod
-    def apply(cls, **kwargs: Any) -> Any:
-        """Apply to ``model=``; ValueError without one, RuntimeError without an NPU or torch_npu."""
-        return hf.apply(cls._checked_model(kwargs))

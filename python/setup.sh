@@ -1,0 +1,42 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# .venv with everything the example and the tests need, and the package in it. Does nothing when nothing has changed.
+# FMOE_PYTHON names an interpreter to use; a torch and transformers that are installed there are borrowed, not installed again.
+set -eu
+cd "$(dirname "$0")/.."
+python=${FMOE_PYTHON:-}
+[ -n "$python" ] || python=$(command -v python3)
+stamp=.venv/.fusedmoe
+state() {
+    { echo "$python"; find include src cmake python CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' ! -path '*/__pycache__/*' |
+        LC_ALL=C sort | xargs cksum; } | cksum
+}
+
+if [ ! -x .venv/bin/python ]; then
+    echo "setup: .venv from $python"
+    "$python" -m venv .venv
+    if [ -n "${FMOE_PYTHON:-}" ]; then
+        site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        own=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "import site; site.addsitedir('$site')" > "$own/borrowed.pth"
+    fi
+fi
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+now=$(state)
+[ -f $stamp ] && [ "$(cat $stamp)" = "$now" ] && exit 0
+wanted=$(cksum < python/requirements-dev.txt)
+if [ ! -f $stamp.requirements ] || [ "$(cat $stamp.requirements)" != "$wanted" ]; then
+    echo "setup: packages (torch, transformers, ...)"
+    if [ -n "${FMOE_PYTHON:-}" ] && .venv/bin/python -c 'import torch' 2>/dev/null; then
+        grep -v '^torch==' python/requirements-dev.txt > .venv/requirements.txt
+    else
+        cp python/requirements-dev.txt .venv/requirements.txt
+    fi
+    pip install -r .venv/requirements.txt
+    echo "$wanted" > $stamp.requirements
+fi
+echo "setup: building fusedmoe"
+# shellcheck disable=SC2086
+pip install --no-build-isolation --no-deps --force-reinstall ${FMOE_PIP_ARGS:-} .
+.venv/bin/python -c 'import fusedmoe; print("setup: fusedmoe", fusedmoe.__version__, "in .venv")'
+echo "$now" > $stamp

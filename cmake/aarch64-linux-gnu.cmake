@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Build for 64-bit Arm on another machine, and run the tests there in an emulator (Debian: gcc-aarch64-linux-gnu, qemu-user-static):
+# Build for 64-bit Arm on another machine, test in an emulator (Debian: gcc-aarch64-linux-gnu, qemu-user-static):
 #   cmake -B build-arm64 -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DFMOE_CUDA=OFF
 # ctest finds the emulator by itself; `-cpu max` has every extension that it knows, bf16 among them.
 set(CMAKE_SYSTEM_NAME Linux)

@@ -23,7 +23,7 @@ typedef struct check_case {
     void (*draw)(int64_t index); /* the first `at_least` draws may be listed corners, all others are free */
     int64_t at_least;            /* draws that are made whatever the time */
     double weight;               /* share of the time */
-    bool once;                   /* takes seconds: at the highest level only */
+    int slow;                    /* 1: not with --quick; 2: takes seconds, at the highest level only */
 } check_case;
 
 /* Tables of checks, each closed by a NULL name. */
@@ -50,6 +50,7 @@ extern const check_kernel_case check_kernel_cases[]; /* check_gemm.c, check_rows
 
 extern fmoe_kernels check_table; /* the level's */
 extern int check_level, check_top; /* the level under test, and the last one of this run */
+extern bool check_quick;           /* keep it small: an emulator or a sanitizer is at work */
 
 /* ---- drawing ---- */
 

@@ -276,7 +276,7 @@ static void draw_block_accumulate(int64_t index)
 }
 
 const check_case check_block_cases[] = {
-    {"block", draw_block_parts, 20, 2, false},
-    {"block_accumulate", draw_block_accumulate, 8, 1, false},
-    {NULL, NULL, 0, 0, false},
+    {"block", draw_block_parts, 20, 2, 0},
+    {"block_accumulate", draw_block_accumulate, 8, 1, 0},
+    {NULL, NULL, 0, 0, 0},
 };

@@ -300,9 +300,9 @@ static void draw_activation(int64_t index)
 }
 
 const check_case check_op_cases[] = {
-    {"route", draw_route, 40, 1, false},
-    {"permute", draw_permute, 30, 1, false},
-    {"unpermute", draw_unpermute, 30, 1, false},
-    {"activation", draw_activation, 24, 1, false},
-    {NULL, NULL, 0, 0, false},
+    {"route", draw_route, 40, 1, 0},
+    {"permute", draw_permute, 30, 1, 0},
+    {"unpermute", draw_unpermute, 30, 1, 0},
+    {"activation", draw_activation, 24, 1, 0},
+    {NULL, NULL, 0, 0, 0},
 };

@@ -69,7 +69,7 @@ suite() { # name command ...
     elif [ "$f" -gt 0 ]; then
         grep -E -B8 '^FAILED' "$log" | head -60
     fi
-    [ "$s" -gt 0 ] && while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP|^SKIPPED' "$log" | head -20)
+    [ "$s" -gt 0 ] && while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP' "$log" | grep -v '^--$' | paste -sd' \n' | head -20)
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
 }
 

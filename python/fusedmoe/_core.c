@@ -15,6 +15,7 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
 #include "fusedmoe.h"
@@ -482,6 +483,23 @@ static PyObject *core_ceiling(PyObject *self, PyObject *args) {
     return PyFloat_FromDouble(gflops);
 }
 
+/* A gradient of hundreds of megabytes is new memory every step; in pages of 4 KiB its page faults cost a third of the backward. */
+static PyObject *core_advise(PyObject *self, PyObject *tensor) {
+    (void)self;
+    call c = {.tensors = c.on_stack, .capacity = 1};
+    const fmoe_tensor *t = take(&c, tensor);
+    if (t && t->device.type == FMOE_CPU) {
+#ifdef MADV_HUGEPAGE
+        const uintptr_t page = 4096, begin = ((uintptr_t)t->data + page - 1) & ~(page - 1);
+        const uintptr_t end = ((uintptr_t)t->data + tensor_bytes(t)) & ~(page - 1);
+        if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* a hint: failing is fine */
+#endif
+    }
+    release(&c);
+    if (!t) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
     (void)self;
     int was = use_exchange, now = PyObject_IsTrue(arg);
@@ -500,6 +518,7 @@ static PyMethodDef methods[] = {
     {"info", core_info, METH_NOARGS, "What this machine and this library have"},
     {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},
     {"set_max_isa", core_set_max_isa, METH_O, "Cap the CPU kernel level of new plans; None: no cap"},
+    {"advise", core_advise, METH_O, "advise(tensor): its memory is large and new, use huge pages"},
     {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop on this CPU, measured; None: not known"},
     {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
     {NULL, NULL, 0, NULL},

@@ -36,6 +36,7 @@ _DEVICES = {"cpu": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's Priv
 
 _run = _core.run
 _lib = torch.library.Library("fusedmoe", "DEF")
+_names: list[str] = []  # in the order of definition, which is the order at the end of this file
 
 
 @cache
@@ -99,12 +100,20 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
+def _new(grads: list[Tensor]) -> list[Tensor]:
+    for t in grads:
+        if t.nbytes >= 1 << 22 and t.is_cpu:
+            _core.advise(t)
+    return grads
+
+
 def _opt(ts: Sequence[Tensor]) -> Tensor | None:
     return ts[0] if ts else None
 
 
 def _define(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
     name = schema.split("(", 1)[0]
+    _names.append(name)
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
     def register(fn: Callable) -> Callable:
@@ -246,7 +255,7 @@ def _gmm_backward_fake(x, w, sizes, dy, needs, cumulative):
 @_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]",
          _gmm_backward_fake)  # fmt: skip
 def _gmm_backward(x, w, sizes, dy, needs, cumulative):
-    grads = _gmm_backward_fake(x, w, sizes, dy, needs, cumulative)
+    grads = _new(_gmm_backward_fake(x, w, sizes, dy, needs, cumulative))
     out = iter(grads)
     dx, dw, db = (next(out) if needs & bit else None for bit in (1, 2, 4))
     _call(_core.GMM_BACKWARD, _gmm_plan(x, w), 1, x.shape[0], x.device, _unit(x), w, _ids(sizes), _unit(dy), dx, dw, db,
@@ -405,7 +414,7 @@ def _experts_backward_fake(x, ids, p, w, saved, dout, act, flags, alpha, limit, 
 def _experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then w (4 up and gate, 8 down, 16 b1, 32 b2)."""
     plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-    grads = _experts_backward_fake(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
+    grads = _new(_experts_backward_fake(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs))
     out = iter(grads)
     dx = next(out) if needs & 1 else None
     dp = next(out) if needs & 2 else None
@@ -472,13 +481,8 @@ def _block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, id
     return grads
 
 
-_ops = torch.ops.fusedmoe
-route, route_replay, route_backward = _ops.route.default, _ops.route_replay.default, _ops.route_backward.default
-permute, permute_backward = _ops.permute.default, _ops.permute_backward.default
-unpermute, unpermute_backward = _ops.unpermute.default, _ops.unpermute_backward.default
-grouped_matmul, grouped_matmul_backward = _ops.grouped_matmul.default, _ops.grouped_matmul_backward.default
-grouped_matmul_list = _ops.grouped_matmul_list.default
-grouped_matmul_list_backward = _ops.grouped_matmul_list_backward.default
-activation, activation_backward = _ops.activation.default, _ops.activation_backward.default
-experts, experts_forward, experts_backward = _ops.experts.default, _ops.experts_forward.default, _ops.experts_backward.default
-block_forward, block_backward = _ops.block_forward.default, _ops.block_backward.default
+(
+    route, route_replay, route_backward, permute, permute_backward, unpermute, unpermute_backward, grouped_matmul, grouped_matmul_backward,
+    grouped_matmul_list, grouped_matmul_list_backward, activation, activation_backward, experts, experts_forward, experts_backward,
+    block_forward, block_backward,
+) = (getattr(torch.ops.fusedmoe, name).default for name in _names)  # fmt: skip

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * acl.h - CANN as this backend sees it: types, constants, and one struct with every function of acl.inc, filled by load.c.
- * No header of the vendor is needed to build, and none of its libraries to load ours. */
+ * acl.h - CANN as this backend sees it: types, constants, and one struct with every function of acl.inc, filled by
+ * load.c. No header of the vendor is needed to build, and none of its libraries to load ours. */
 #ifndef FMOE_ASCEND_ACL_H
 #define FMOE_ASCEND_ACL_H
 
@@ -34,8 +34,8 @@ enum { ACL_REPEAT_INITIALIZE = 100002 };
 #define WS uint64_t *workspaceSize, aclOpExecutor **executor
 typedef struct fmoe_acl {
 #define ACL_FN(need, library, ret, name, args) ret(*name) args;
-#define ACL_OP(need, name, args)              \
-    aclnnStatus(*aclnn##name##GetWorkspaceSize) args; \
+#define ACL_OP(need, name, args)                                                                                       \
+    aclnnStatus(*aclnn##name##GetWorkspaceSize) args;                                                                  \
     aclnnStatus (*aclnn##name)(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, aclrtStream stream);
 #include "acl.inc"
 #undef ACL_FN

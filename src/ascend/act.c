@@ -6,7 +6,9 @@
  * Gates and ups are views of h: halves of its columns, or every other column. */
 #include "ops.h"
 
-typedef struct { asc_view gate, up; } halves;
+typedef struct {
+    asc_view gate, up;
+} halves;
 
 static halves split(const asc_call *c, asc_view h)
 {
@@ -70,7 +72,9 @@ static asc_view gate_value(asc_call *c, asc_view g, asc_view *sig)
     }
 }
 
-typedef struct { asc_view g, u, g_raw, u_raw, s, s_raw, v, sig; } parts;
+typedef struct {
+    asc_view g, u, g_raw, u_raw, s, s_raw, v, sig;
+} parts;
 
 static parts factors(asc_call *c, asc_view h)
 {
@@ -180,7 +184,8 @@ void asc_act_gradient(asc_call *c, asc_view da, asc_view h, asc_view dh)
             dg = asc_like(c, t);
             relu_gradient(c, t, f.g, dg);
         } else if (d->act == FMOE_ACT_SWIGLU_OAI) { /* t * (sig + alpha g sig (1 - sig)) */
-            const asc_view inner = asc_do_Muls(c, asc_do_SigmoidBackward(c, asc_do_Mul(c, t, f.g), f.sig), (double)d->act_alpha);
+            const asc_view inner =
+                asc_do_Muls(c, asc_do_SigmoidBackward(c, asc_do_Mul(c, t, f.g), f.sig), (double)d->act_alpha);
             dg = asc_do_Add(c, asc_do_Mul(c, t, f.sig), inner);
         } else {
             if (d->act == FMOE_ACT_SWIGLU_CLAMP_OUT) stop(c, t, f.s_raw, false, L);

@@ -13,7 +13,8 @@ enum { MAX_GROUPS = 1024, MAX_INNER = 65535, MAX_ROWS = 16777214, MAX_TOPK = 512
 static fmoe_status check_inner(const char *name, int64_t value)
 {
     if (value <= MAX_INNER) return FMOE_OK;
-    return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: %s is %lld, CANN's grouped matmul takes at most %d", name, (long long)value, MAX_INNER);
+    return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: %s is %lld, CANN's grouped matmul takes at most %d", name,
+                     (long long)value, MAX_INNER);
 }
 
 static fmoe_status check_desc(const fmoe_plan_impl *p)
@@ -23,9 +24,11 @@ static fmoe_status check_desc(const fmoe_plan_impl *p)
     if (d->dtype != FMOE_F32 && d->dtype != FMOE_BF16 && d->dtype != FMOE_F16)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: dtype %d; f32, bf16 and f16 are there", d->dtype);
     if (d->E > MAX_GROUPS && (experts || (gmm && d->K > 0)))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: E is %lld, CANN's grouped matmul takes at most %d groups", (long long)d->E, MAX_GROUPS);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: E is %lld, CANN's grouped matmul takes at most %d groups",
+                         (long long)d->E, MAX_GROUPS);
     if (d->k > MAX_TOPK && (experts || d->op == FMOE_OP_PERMUTE))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: k is %lld, CANN's permutation takes at most %d", (long long)d->k, MAX_TOPK);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: k is %lld, CANN's permutation takes at most %d",
+                         (long long)d->k, MAX_TOPK);
     if (experts) {
         FMOE_TRY(check_inner("H", d->H));
         FMOE_TRY(check_inner(p->gated ? "2I" : "I", p->h_cols));
@@ -37,7 +40,8 @@ static fmoe_status check_desc(const fmoe_plan_impl *p)
     return FMOE_OK;
 }
 
-/* What to keep when the description leaves it open: FMOE_ASCEND_KEEP=lean or all. Default all: it moves the fewest bytes. */
+/* What to keep when the description leaves it open: FMOE_ASCEND_KEEP=lean or all. Default all: it moves the fewest
+ * bytes. */
 static asc_keep choose_keep(const fmoe_desc *d)
 {
     if (d->flags & FMOE_RECOMPUTE) return KEEP_NOTHING;
@@ -51,7 +55,8 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     FMOE_TRY(check_desc(p));
     FMOE_TRY(fmoe_acl_get(&acl));
     if (p->d.device.id < 0 || (uint32_t)p->d.device.id >= acl->devices)
-        return fmoe_fail(FMOE_ERR_BACKEND, "Ascend: device %d was asked for, there are %u", p->d.device.id, acl->devices);
+        return fmoe_fail(FMOE_ERR_BACKEND, "Ascend: device %d was asked for, there are %u", p->d.device.id,
+                         acl->devices);
     asc_plan *plan = calloc(1, sizeof *plan);
     if (!plan) return fmoe_fail(FMOE_ERR_NOMEM, "Ascend: no memory for a plan");
     plan->acl = acl;
@@ -114,21 +119,27 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
 
 static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
-    static const char *const kept[] = {"xp, h, a, y (7 launches backward)", "h (xp, a and y made again)", "nothing (all made again)"};
+    static const char *const kept[] = {"xp, h, a, y (7 launches backward)", "h (xp, a and y made again)",
+                                       "nothing (all made again)"};
     const asc_plan *plan = p->priv;
     const fmoe_acl *acl = plan->acl;
     const bool fused = p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_INTERLEAVED);
     int len;
     if (p->d.op == FMOE_OP_EXPERTS)
         len = snprintf(text, n,
-                       "ascend: CANN %s on %s\n  rows: %s\n  products: aclnnGroupedMatmul%s\n  activation: %s\n  kept for backward: %s\n  skip marks: %s\n",
+                       "ascend: CANN %s on %s\n  rows: %s\n  products: aclnnGroupedMatmul%s\n  activation: %s\n  kept "
+                       "for backward: %s\n  skip marks: %s\n",
                        acl->version[0] ? acl->version : "(version unknown)", acl->soc,
-                       acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV3" : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
-                       p->d.E == 1 ? ": one expert, aclnnMm" : acl->aclnnGroupedMatmulV5 ? "V5" : "V4 (V5 is not there)",
+                       acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV3"
+                                                  : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
+                       p->d.E == 1                 ? ": one expert, aclnnMm"
+                       : acl->aclnnGroupedMatmulV5 ? "V5"
+                                                   : "V4 (V5 is not there)",
                        fused ? "aclnnSwiGlu" : "element-wise operators in f32", kept[plan->keep],
                        plan->skip ? "ids are masked first (E+1 buckets)" : "none");
     else
-        len = snprintf(text, n, "ascend: CANN %s on %s\n", acl->version[0] ? acl->version : "(version unknown)", acl->soc);
+        len = snprintf(text, n, "ascend: CANN %s on %s\n", acl->version[0] ? acl->version : "(version unknown)",
+                       acl->soc);
     return len < 0 ? 0 : (size_t)len;
 }
 
@@ -136,8 +147,7 @@ size_t fmoe_ascend_info(char *text, size_t n)
 {
     const fmoe_acl *acl = NULL;
     int len;
-    if (fmoe_acl_get(&acl) != FMOE_OK)
-        len = snprintf(text, n, "ascend: not available: %s\n", fmoe_last_error());
+    if (fmoe_acl_get(&acl) != FMOE_OK) len = snprintf(text, n, "ascend: not available: %s\n", fmoe_last_error());
     else
         len = snprintf(text, n, "ascend: %u %s, CANN %s, GroupedMatmul%s, MoeInitRouting%s\n", acl->devices, acl->soc,
                        acl->version[0] ? acl->version : "(version unknown)", acl->aclnnGroupedMatmulV5 ? "V5" : "V4",
@@ -165,18 +175,18 @@ void asc_activation(asc_call *c, fmoe_pass pass, const fmoe_activation_args *a)
 static fmoe_status check_rows(const fmoe_plan_impl *p, int64_t rows)
 {
     if (rows <= MAX_ROWS) return FMOE_OK;
-    return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: T*k is %lld (k is %lld), CANN's permutation takes at most %d rows", (long long)rows,
-                     (long long)p->d.k, MAX_ROWS);
+    return fmoe_fail(FMOE_ERR_UNSUPPORTED, "Ascend: T*k is %lld (k is %lld), CANN's permutation takes at most %d rows",
+                     (long long)rows, (long long)p->d.k, MAX_ROWS);
 }
 
-#define ENTRY(name, args, rows, walk)                                                                     \
-    static fmoe_status name(const fmoe_plan_impl *p, const args *a, const fmoe_run *run)            \
-    {                                                                                               \
-        asc_call c;                                                                                 \
-        FMOE_TRY(check_rows(p, rows));                                                              \
-        FMOE_TRY(asc_begin(&c, p, run));                                                            \
-        walk;                                                                                       \
-        return asc_end(&c);                                                                         \
+#define ENTRY(name, args, rows, walk)                                                                                  \
+    static fmoe_status name(const fmoe_plan_impl *p, const args *a, const fmoe_run *run)                               \
+    {                                                                                                                  \
+        asc_call c;                                                                                                    \
+        FMOE_TRY(check_rows(p, rows));                                                                                 \
+        FMOE_TRY(asc_begin(&c, p, run));                                                                               \
+        walk;                                                                                                          \
+        return asc_end(&c);                                                                                            \
     }
 
 ENTRY(route_forward, fmoe_route_args, 0, asc_route(&c, FMOE_FORWARD, a, run->flags))

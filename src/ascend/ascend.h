@@ -15,7 +15,11 @@ struct asc_plan {
     bool skip; /* ids may mark skipped slots */
     /* Sizes measured before, so that a training loop asks phase 1 once: the only thing in a plan that changes. */
     pthread_mutex_t lock;
-    struct { int64_t rows; int pass; size_t workspace, saved; } cache[ASC_CACHE];
+    struct {
+        int64_t rows;
+        int pass;
+        size_t workspace, saved;
+    } cache[ASC_CACHE];
     int next;
 };
 

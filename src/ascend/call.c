@@ -7,7 +7,8 @@
 #include "call.h"
 #include "ascend.h"
 
-/* Sub-allocations: 64-byte starts and 32 bytes of room behind each piece are documented for 910B; operators like 512. */
+/* Sub-allocations: 64-byte starts and 32 bytes of room behind each piece are documented for 910B; operators like 512.
+ */
 enum { ALIGN = 512, ROOM = 32 };
 
 enum { A_TENSOR, A_LIST, A_SCALAR, A_INTS };
@@ -30,7 +31,8 @@ static void fail_vendor(asc_call *c, const char *what, int code)
     char text[320];
     const char *m = c->acl->aclGetRecentErrMsg();
     snprintf(text, sizeof text, "%s", m ? m : "no text");
-    for (char *s = text; *s; s++) if (*s == '\n' || *s == '\r') *s = ' ';
+    for (char *s = text; *s; s++)
+        if (*s == '\n' || *s == '\r') *s = ' ';
     asc_fail(c, FMOE_ERR_DEVICE, "%s answered %d: %s", what, code, text);
 }
 
@@ -110,7 +112,8 @@ static bool room(asc_call *c, size_t bytes)
     }
     if (end > c->peak) c->peak = end;
     if (end <= c->limit) return true;
-    asc_fail(c, FMOE_ERR_WORKSPACE, "workspace: %zu bytes are needed here, %zu are left of the caller's", end + ALIGN, c->limit);
+    asc_fail(c, FMOE_ERR_WORKSPACE, "workspace: %zu bytes are needed here, %zu are left of the caller's", end + ALIGN,
+             c->limit);
     return false;
 }
 
@@ -118,7 +121,8 @@ void *asc_scratch(asc_call *c, int64_t count, aclDataType dtype)
 {
     size_t bytes;
     if (c->status != FMOE_OK) return NULL;
-    if (count < 0 || fmoe_mul_overflow((size_t)count, asc_size(dtype), &bytes) || fmoe_add_overflow(bytes, ROOM + ALIGN, &bytes)) {
+    if (count < 0 || fmoe_mul_overflow((size_t)count, asc_size(dtype), &bytes) ||
+        fmoe_add_overflow(bytes, ROOM + ALIGN, &bytes)) {
         asc_fail(c, FMOE_ERR_OVERFLOW, "scratch of %lld elements does not fit 64 bits", (long long)count);
         return NULL;
     }
@@ -205,7 +209,9 @@ asc_view asc_at(asc_view v, int64_t index)
 
 asc_view asc_shape(asc_view v, int ndim, int64_t a, int64_t b, int64_t c)
 {
-    return ndim == 1 ? asc_1d(v.data, v.dtype, a) : ndim == 2 ? asc_2d(v.data, v.dtype, a, b) : asc_3d(v.data, v.dtype, a, b, c);
+    return ndim == 1   ? asc_1d(v.data, v.dtype, a)
+           : ndim == 2 ? asc_2d(v.data, v.dtype, a, b)
+                       : asc_3d(v.data, v.dtype, a, b, c);
 }
 
 bool asc_is_packed(const asc_view *v)
@@ -227,7 +233,8 @@ int64_t asc_count(const asc_view *v)
 
 asc_view asc_new1(asc_call *c, aclDataType dtype, int64_t n) { return asc_1d(asc_scratch(c, n, dtype), dtype, n); }
 
-/* Sizes were multiplied by the caller's own checks up to T*k*H elements; anything that wraps is caught by asc_scratch. */
+/* Sizes were multiplied by the caller's own checks up to T*k*H elements; anything that wraps is caught by asc_scratch.
+ */
 asc_view asc_new2(asc_call *c, aclDataType dtype, int64_t rows, int64_t cols)
 {
     int64_t n = 0;
@@ -266,7 +273,8 @@ static bool can_hold(asc_call *c)
 
 static aclTensor *make_tensor(asc_call *c, const asc_view *v)
 {
-    /* The base must be aligned to 32 bytes: take the start of its 32 bytes and let the offset point to the first element. */
+    /* The base must be aligned to 32 bytes: take the start of its 32 bytes and let the offset point to the first
+     * element. */
     const size_t size = asc_size(v->dtype), extra = (uintptr_t)v->data % 32;
     const int64_t offset = (int64_t)(extra / size);
     int64_t last = offset, n = 1;
@@ -275,8 +283,8 @@ static aclTensor *make_tensor(asc_call *c, const asc_view *v)
         n *= v->dims[i];
     }
     const int64_t storage = n > 0 ? last + 1 : 0;
-    return c->acl->aclCreateTensor(v->dims, (uint64_t)v->ndim, v->dtype, v->strides, n > 0 ? offset : 0, ACL_FORMAT_ND, &storage, 1,
-                                   n > 0 ? (char *)v->data - extra : NULL);
+    return c->acl->aclCreateTensor(v->dims, (uint64_t)v->ndim, v->dtype, v->strides, n > 0 ? offset : 0, ACL_FORMAT_ND,
+                                   &storage, 1, n > 0 ? (char *)v->data - extra : NULL);
 }
 
 const aclTensor *asc_t(asc_call *c, asc_view v)
@@ -300,7 +308,8 @@ const aclTensorList *asc_list(asc_call *c, const asc_view *v, int64_t n)
         return NULL;
     }
     aclTensorList *list = c->acl->aclCreateTensorList(member, (uint64_t)n);
-    if (!list) for (int64_t i = 0; i < n; i++) c->acl->aclDestroyTensor(member[i]);
+    if (!list)
+        for (int64_t i = 0; i < n; i++) c->acl->aclDestroyTensor(member[i]);
     return hold(c, A_LIST, list, "aclCreateTensorList"); /* the list owns its members now */
 }
 
@@ -338,7 +347,8 @@ static void let_go(asc_call *c)
 
 bool asc_ready(asc_call *c, const char *name, bool exists)
 {
-    if (c->status == FMOE_OK && !exists) asc_fail(c, FMOE_ERR_BACKEND, "symbol %s not found in CANN's operator libraries", name);
+    if (c->status == FMOE_OK && !exists)
+        asc_fail(c, FMOE_ERR_BACKEND, "symbol %s not found in CANN's operator libraries", name);
     if (c->status == FMOE_OK) return true;
     let_go(c);
     return false;
@@ -356,7 +366,8 @@ void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 ph
     } else if (c->op_workspace && !room(c, (size_t)c->op_workspace)) {
         c->acl->aclDestroyAclOpExecutor(c->executor);
     } else {
-        const aclnnStatus code = phase2(c->op_workspace ? c->base + c->used : NULL, c->op_workspace, c->executor, c->stream);
+        const aclnnStatus code =
+            phase2(c->op_workspace ? c->base + c->used : NULL, c->op_workspace, c->executor, c->stream);
         if (code != 0) fail_vendor(c, name, code);
     }
     c->executor = NULL;

@@ -2,12 +2,13 @@
  *
  * call.h - one run (or one measurement) of an operation: views, scratch memory, launches.
  *
- * An operation is written once, as a walk that takes scratch and launches operators. The walk runs in two modes. Running,
- * scratch comes from the caller's workspace and operators go to the caller's stream. Measuring, addresses are invented, only
- * phase 1 of each operator is asked, and what remains is the size the workspace must have. So the two cannot disagree.
+ * An operation is written once, as a walk that takes scratch and launches operators. The walk runs in two modes.
+ * Running, scratch comes from the caller's workspace and operators go to the caller's stream. Measuring, addresses are
+ * invented, only phase 1 of each operator is asked, and what remains is the size the workspace must have. So the two
+ * cannot disagree.
  *
- * Scratch is a stack: an operator's own workspace lies right behind the scratch that is live when it is called. Everything
- * is on one stream, so bytes that are dead in stream order may be used again at once.
+ * Scratch is a stack: an operator's own workspace lies right behind the scratch that is live when it is called.
+ * Everything is on one stream, so bytes that are dead in stream order may be used again at once.
  *
  * Errors stick: after the first one, everything else in the walk does nothing, and fmoe_asc_end answers with it. */
 #ifndef FMOE_ASCEND_CALL_H
@@ -33,7 +34,10 @@ typedef struct asc_call {
     char *base; /* scratch */
     size_t used, peak, limit;
     int32_t device_before; /* -1: nothing to restore */
-    struct { int kind; void *object; } held[ASC_MAX_OBJECTS]; /* of the operator being launched */
+    struct {
+        int kind;
+        void *object;
+    } held[ASC_MAX_OBJECTS]; /* of the operator being launched */
     int n_held;
     uint64_t op_workspace;
     aclOpExecutor *executor;
@@ -47,8 +51,8 @@ typedef struct asc_view {
     int64_t dims[3], strides[3];
 } asc_view;
 
-fmoe_status asc_begin(asc_call *c, const fmoe_plan_impl *p, const fmoe_run *run);         /* to run */
-fmoe_status asc_begin_measure(asc_call *c, const fmoe_plan_impl *p);                      /* to measure */
+fmoe_status asc_begin(asc_call *c, const fmoe_plan_impl *p, const fmoe_run *run); /* to run */
+fmoe_status asc_begin_measure(asc_call *c, const fmoe_plan_impl *p);              /* to measure */
 fmoe_status asc_end(asc_call *c);
 fmoe_status asc_fail(asc_call *c, fmoe_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
@@ -64,10 +68,10 @@ asc_view asc_1d(void *data, aclDataType dtype, int64_t n);
 asc_view asc_2d(void *data, aclDataType dtype, int64_t rows, int64_t cols);
 asc_view asc_3d(void *data, aclDataType dtype, int64_t a, int64_t b, int64_t c);
 asc_view asc_of(const fmoe_tensor *t);
-asc_view asc_turn(asc_view v);                                  /* the last two dimensions exchanged */
+asc_view asc_turn(asc_view v); /* the last two dimensions exchanged */
 asc_view asc_part(asc_view v, int dim, int64_t first, int64_t step, int64_t count); /* every step-th of a dimension */
-asc_view asc_at(asc_view v, int64_t index);                     /* v[index]: one dimension less */
-asc_view asc_shape(asc_view v, int ndim, int64_t a, int64_t b, int64_t c); /* a packed view in another shape */
+asc_view asc_at(asc_view v, int64_t index);                                         /* v[index]: one dimension less */
+asc_view asc_shape(asc_view v, int ndim, int64_t a, int64_t b, int64_t c);          /* a packed view in another shape */
 bool asc_is_packed(const asc_view *v);
 int64_t asc_count(const asc_view *v);
 

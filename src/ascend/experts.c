@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * experts.c - the layer, forward: route rows, up, activation, down, combine. Five launches for stacked SwiGLU weights and
- * int32 ids, six with int64 ids (MoeInitRouting wants int32). */
+ * experts.c - the layer, forward: route rows, up, activation, down, combine. Five launches for stacked SwiGLU weights
+ * and int32 ids, six with int64 ids (MoeInitRouting wants int32). */
 #include "ascend.h"
 #include "ops.h"
 
@@ -54,7 +54,8 @@ void asc_experts_forward(asc_call *c, const fmoe_experts_args *a, uint32_t flags
         r.counts = asc_new1(c, ACL_INT64, d->E + 1);
         r.counts.dims[0] = d->E;
     }
-    const asc_view xp = keep_or_take(c, s.xp, R, d->H), h = keep_or_take(c, s.h, R, c->p->h_cols), act = keep_or_take(c, s.a, R, d->I);
+    const asc_view xp = keep_or_take(c, s.xp, R, d->H), h = keep_or_take(c, s.h, R, c->p->h_cols),
+                   act = keep_or_take(c, s.a, R, d->I);
     const asc_view y = s.y.data ? s.y : xp; /* xp is dead by then, unless it is kept */
     asc_route_rows(c, asc_of(a->x), a->ids, xp, &r);
     asc_groups g = {.n = d->E, .list = r.counts};

@@ -24,8 +24,8 @@ static bool needs_running(const asc_call *c, const fmoe_experts_args *a)
     const fmoe_desc *d = &c->p->d;
     if (d->E == 1) return false;
     if (d->E > 128 && (a->w.up || a->w.down)) return true;
-    return d->dtype != FMOE_F32 && (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) || is_wide(a->dw.gate) ||
-                                    is_wide(a->dw.up) || is_wide(a->dw.down));
+    return d->dtype != FMOE_F32 && (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) ||
+                                    is_wide(a->dw.gate) || is_wide(a->dw.up) || is_wide(a->dw.down));
 }
 
 static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
@@ -71,7 +71,8 @@ static asc_view combine_gradient(asc_call *c, const fmoe_experts_args *a, const 
     const aclDataType own = asc_of(a->weights).dtype, dtype = asc_plan_dtype(c->p);
     const asc_view p = asc_probs(c, a->weights, &s->r, c->acl->mixed_probs ? own : dtype);
     const asc_view dout = asc_packed(c, a->dout);
-    const asc_view dp = a->dweights ? asc_target(c, a->dweights, p.dtype, false) : asc_new2(c, p.dtype, p.dims[0], p.dims[1]);
+    const asc_view dp =
+        a->dweights ? asc_target(c, a->dweights, p.dtype, false) : asc_new2(c, p.dtype, p.dims[0], p.dims[1]);
     const aclTensor *ty = asc_t(c, s->y), *td = asc_t(c, dout), *tm = asc_t(c, s->r.map), *tp = asc_t(c, p);
     const aclTensor *to = asc_t(c, dY), *tq = asc_t(c, dp);
     ASC_LAUNCH(c, MoeTokenUnpermuteGrad, ty, td, tm, tp, false, NULL, to, tq);
@@ -92,7 +93,8 @@ static void both_halves(asc_call *c, asc_view dh, asc_view part[2])
 }
 
 /* B5 and B6, B7: from dH to dW1, db1 and dx. dXp takes the place of dY. */
-static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, asc_view dH, asc_view dXp, uint32_t flags)
+static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, asc_view dH, asc_view dXp,
+                             uint32_t flags)
 {
     const fmoe_desc *d = &c->p->d;
     const bool add = flags & FMOE_ACCUMULATE;
@@ -104,7 +106,8 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
         const size_t mark = c->used;
         if (c->plan->skip) asc_zero(c, dXp); /* PermuteGrad reads the rows of skipped slots */
         if (pairs) {
-            const asc_weights gate = asc_weights_of(c, "gate", NULL, a->w.gate, d->E), up = asc_weights_of(c, "up", NULL, a->w.up, d->E);
+            const asc_weights gate = asc_weights_of(c, "gate", NULL, a->w.gate, d->E),
+                              up = asc_weights_of(c, "up", NULL, a->w.up, d->E);
             const asc_view other = asc_new2(c, dXp.dtype, dXp.dims[0], dXp.dims[1]);
             if (c->plan->skip) asc_zero(c, other);
             asc_rows_product(c, part[0], gate, NULL, &s->g, dXp);
@@ -121,7 +124,8 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
         asc_release(c, mark);
     }
     if (a->dw.w1) asc_outer_product(c, dH, s->xp, &s->g, asc_weights_of(c, "dw1", a->dw.w1, NULL, d->E), add);
-    if (a->dw.gate) asc_outer_product(c, part[0], s->xp, &s->g, asc_weights_of(c, "dgate", NULL, a->dw.gate, d->E), add);
+    if (a->dw.gate)
+        asc_outer_product(c, part[0], s->xp, &s->g, asc_weights_of(c, "dgate", NULL, a->dw.gate, d->E), add);
     if (a->dw.up) asc_outer_product(c, part[1], s->xp, &s->g, asc_weights_of(c, "dup", NULL, a->dw.up, d->E), add);
     if (a->dw.b1) asc_bias_gradient(c, dH, &s->g, a->dw.b1, add);
 }
@@ -162,7 +166,8 @@ void asc_experts_backward(asc_call *c, const fmoe_experts_args *a, uint32_t flag
         dH = asc_new2(c, dtype, R, c->p->h_cols);
         asc_rows_product(c, dY, w2, NULL, &s.g, dA);
     }
-    if (wants_w2(&a->dw)) asc_outer_product(c, dY, s.a, &s.g, asc_weights_of(c, "dw2", a->dw.w2, a->dw.down, d->E), add);
+    if (wants_w2(&a->dw))
+        asc_outer_product(c, dY, s.a, &s.g, asc_weights_of(c, "dw2", a->dw.w2, a->dw.down, d->E), add);
     if (a->dw.b2) asc_bias_gradient(c, dY, &s.g, a->dw.b2, add);
     if (below) {
         asc_act_gradient(c, dA, s.h, dH);

@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gmm.c - the grouped matmul as an operation of its own: rows grouped by sizes on the device, or lists of tensors whose sizes
- * the host knows. GroupedMatmul has no 16-bit product with an f32 result: for one group both operands are cast to f32 (the
- * router), for several the 16-bit result is cast. */
+ * gmm.c - the grouped matmul as an operation of its own: rows grouped by sizes on the device, or lists of tensors whose
+ * sizes the host knows. GroupedMatmul has no 16-bit product with an f32 result: for one group both operands are cast to
+ * f32 (the router), for several the 16-bit result is cast. */
 #include "ascend.h"
 #include "ops.h"
 
 static asc_groups groups_of(asc_call *c, const fmoe_gmm_args *a)
 {
-    asc_groups g = {.n = c->p->d.E, .cumulative = a->cumulative != 0};
+    asc_groups g = {.n = a->w->shape[0], .cumulative = a->cumulative != 0};
     if (g.n > 1) g.list = asc_packed_as(c, asc_of(a->sizes), ACL_INT64);
-    else if (a->sizes) asc_fail(c, FMOE_ERR_UNSUPPORTED, "grouped matmul of one group takes no sizes here: all rows belong to it");
     return g;
 }
 
@@ -37,7 +36,8 @@ static void forward(asc_call *c, const fmoe_gmm_args *a)
         w = widen(c, w);
     }
     asc_view to = asc_target(c, a->y, x.dtype, false);
-    if (to.data != y.data && g.n > 1 && x.dims[0] > 0) asc_copy(c, to, y); /* rows past the total are left as they are */
+    if (to.data != y.data && g.n > 1 && x.dims[0] > 0)
+        asc_copy(c, to, y); /* rows past the total are left as they are */
     asc_rows_product(c, x, w, a->bias, &g, to);
     if (x.dims[0] > 0) asc_deliver(c, a->y, to, false);
 }
@@ -49,7 +49,8 @@ static void backward(asc_call *c, const fmoe_gmm_args *a, uint32_t flags)
     asc_view dy = asc_of(a->dy);
     const bool wide = is_wide(&dy, dtype) && g.n == 1; /* then everything is done in f32 */
     dy = asc_packed_as(c, dy, wide ? ACL_FLOAT : dtype);
-    const bool f32_grads = (a->dw && fmoe_tensor_dtype(a->dw) == FMOE_F32) || (a->dbias && fmoe_tensor_dtype(a->dbias) == FMOE_F32);
+    const bool f32_grads =
+        (a->dw && fmoe_tensor_dtype(a->dw) == FMOE_F32) || (a->dbias && fmoe_tensor_dtype(a->dbias) == FMOE_F32);
     if (dtype != ACL_FLOAT && g.n > 1 && f32_grads) asc_running(c, &g);
     if (a->dx) {
         const size_t mark = c->used;
@@ -70,22 +71,84 @@ static void backward(asc_call *c, const fmoe_gmm_args *a, uint32_t flags)
         if (dw.stack.dtype == ACL_FLOAT || !wide) {
             asc_outer_product(c, x, dy, &g, dw, flags & FMOE_ACCUMULATE);
         } else { /* f32 dy, 16-bit dw: round it first */
-            asc_outer_product(c, asc_packed_as(c, x, dtype), asc_packed_as(c, dy, dtype), &g, dw, flags & FMOE_ACCUMULATE);
+            asc_outer_product(c, asc_packed_as(c, x, dtype), asc_packed_as(c, dy, dtype), &g, dw,
+                              flags & FMOE_ACCUMULATE);
         }
         asc_release(c, mark);
     }
     if (a->dbias) {
         const size_t mark = c->used;
-        asc_bias_gradient(c, asc_packed_as(c, dy, fmoe_tensor_dtype(a->dbias) == FMOE_F32 && g.n == 1 ? ACL_FLOAT : dtype), &g, a->dbias,
-                          flags & FMOE_ACCUMULATE);
+        asc_bias_gradient(c,
+                          asc_packed_as(c, dy, fmoe_tensor_dtype(a->dbias) == FMOE_F32 && g.n == 1 ? ACL_FLOAT : dtype),
+                          &g, a->dbias, flags & FMOE_ACCUMULATE);
         asc_release(c, mark);
     }
+}
+
+/* ---- One group with a size ---- */
+
+typedef struct scratch_tensor {
+    fmoe_tensor t;
+    int64_t shape[3];
+} scratch_tensor;
+
+static const fmoe_tensor *describe(scratch_tensor *s, asc_view v, const fmoe_tensor *like)
+{
+    s->t = *like; /* its dtype and device */
+    s->t.data = v.data;
+    s->t.byte_offset = 0;
+    s->t.ndim = v.ndim;
+    for (int i = 0; i < v.ndim; i++) s->shape[i] = v.dims[i];
+    s->t.shape = s->shape;
+    s->t.strides = NULL;
+    return &s->t;
+}
+
+/* Room for two of a tensor [1,...], the first one copied where it is read. */
+static const fmoe_tensor *two_of(asc_call *c, scratch_tensor *s, const fmoe_tensor *one, bool copy)
+{
+    asc_view v = asc_of(one);
+    v.dims[0] = 2;
+    const asc_view two = asc_like(c, v);
+    if (copy) asc_copy(c, asc_part(two, 0, 0, 1, 1), asc_of(one));
+    return describe(s, two, one);
+}
+
+static void deliver_first(asc_call *c, const fmoe_tensor *one, const fmoe_tensor *two, bool add)
+{
+    const asc_view from = asc_part(asc_of(two), 0, 0, 1, 1), to = asc_of(one);
+    if (add) asc_add_to(c, to, from);
+    else asc_copy(c, to, from);
+}
+
+/* GroupedMatmul wants two groups: the second one is empty. */
+static void one_group(asc_call *c, fmoe_pass pass, const fmoe_gmm_args *a, uint32_t flags)
+{
+    scratch_tensor w, bias, sizes, dw, dbias;
+    const asc_view ends = asc_new1(c, ACL_INT64, 2);
+    asc_copy(c, ends, asc_of(a->sizes)); /* both end where the first does */
+    fmoe_gmm_args two = *a;
+    two.cumulative = 1;
+    two.sizes = describe(&sizes, ends, a->sizes);
+    sizes.t.dtype = (fmoe_datatype){0, 64, 1};
+    two.w = two_of(c, &w, a->w, true);
+    if (a->bias) two.bias = two_of(c, &bias, a->bias, true);
+    if (pass == FMOE_FORWARD) {
+        forward(c, &two);
+        return;
+    }
+    if (a->dw) two.dw = two_of(c, &dw, a->dw, false);
+    if (a->dbias) two.dbias = two_of(c, &dbias, a->dbias, false);
+    backward(c, &two, flags & ~(uint32_t)FMOE_ACCUMULATE);
+    if (a->dw) deliver_first(c, a->dw, two.dw, flags & FMOE_ACCUMULATE);
+    if (a->dbias) deliver_first(c, a->dbias, two.dbias, flags & FMOE_ACCUMULATE);
 }
 
 /* ---- Lists ---- */
 
 /* y[i] = x[i] . w[i] for up to 128 members whose x has rows. */
-static void list_product(asc_call *c, const asc_view *x, const asc_view *w, const asc_view *bias, const asc_view *y, int64_t n)
+static void list_product(asc_call *c, const asc_view *x, const asc_view *w, const asc_view *bias, const asc_view *y,
+                         int64_t n)
 {
     if (n == 0) return;
     if (x[0].dtype == ACL_FLOAT) { /* lists of float32 are not in GroupedMatmul */
@@ -95,17 +158,21 @@ static void list_product(asc_call *c, const asc_view *x, const asc_view *w, cons
         }
         return;
     }
-    const aclTensorList *tx = asc_list(c, x, n), *tw = asc_list(c, w, n), *tb = bias ? asc_list(c, bias, n) : NULL, *ty = asc_list(c, y, n);
+    const aclTensorList *tx = asc_list(c, x, n), *tw = asc_list(c, w, n), *tb = bias ? asc_list(c, bias, n) : NULL,
+                        *ty = asc_list(c, y, n);
     if (c->acl->aclnnGroupedMatmulV5)
-        ASC_LAUNCH(c, GroupedMatmulV5, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0, NULL, ty, NULL, NULL);
+        ASC_LAUNCH(c, GroupedMatmulV5, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0,
+                   NULL, ty, NULL, NULL);
     else
-        ASC_LAUNCH(c, GroupedMatmulV4, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0, ty, NULL, NULL);
+        ASC_LAUNCH(c, GroupedMatmulV4, tx, tw, tb, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, -1, 1, 0,
+                   ty, NULL, NULL);
 }
 
 /* Does CANN see this matrix as transposed? Members of one call must agree. */
 static bool looks_turned(const asc_view *v) { return !asc_is_packed(v); }
 
-static void products(asc_call *c, const fmoe_tensor *x, const fmoe_tensor *w, const fmoe_tensor *bias, const fmoe_tensor *y, bool turn, bool add)
+static void products(asc_call *c, const fmoe_tensor *x, const fmoe_tensor *w, const fmoe_tensor *bias,
+                     const fmoe_tensor *y, bool turn, bool add)
 {
     asc_view vx[128], vw[128], vb[128], vy[128];
     const fmoe_tensor *to[128];
@@ -161,7 +228,8 @@ static void list_gradients(asc_call *c, const fmoe_gmm_args *a, bool add)
 void asc_gmm(asc_call *c, fmoe_pass pass, const fmoe_gmm_args *a, uint32_t flags)
 {
     if (!a->list) {
-        if (pass == FMOE_FORWARD) forward(c, a);
+        if (c->p->d.E == 1 && a->sizes) one_group(c, pass, a, flags);
+        else if (pass == FMOE_FORWARD) forward(c, a);
         else backward(c, a, flags);
         return;
     }

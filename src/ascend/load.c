@@ -2,10 +2,10 @@
  *
  * load.c - find CANN's libraries and symbols, once for the process.
  *
- * Libraries: libascendcl.so (runtime), libnnopbase.so (descriptors), and the operators, either libopapi.so or, from about
- * CANN 8.5 on, libopapi_{transformer,nn,math}.so; the two kinds are never mixed. FMOE_ASCEND_PATH names a folder to take all
- * of them from. Otherwise what the process has already loaded (torch_npu) comes first, then the loader's own search, then
- * $ASCEND_HOME_PATH/lib64. The libraries stay loaded: CANN does not survive being unloaded. */
+ * Libraries: libascendcl.so (runtime), libnnopbase.so (descriptors), and the operators, either libopapi.so or, from
+ * about CANN 8.5 on, libopapi_{transformer,nn,math}.so; the two kinds are never mixed. FMOE_ASCEND_PATH names a folder
+ * to take all of them from. Otherwise what the process has already loaded (torch_npu) comes first, then the loader's
+ * own search, then $ASCEND_HOME_PATH/lib64. The libraries stay loaded: CANN does not survive being unloaded. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -80,26 +80,28 @@ static fmoe_status open_all(void **libs)
 static fmoe_status bind(void *const *libs, fmoe_acl *acl)
 {
     /* ISO C has no cast from void * to a function pointer; POSIX defines the copy. */
-#define ACL_FN(need, library, ret, name, args)                                           \
-    {                                                                                    \
-        void *f = find(libs, library, library + 1, #name);                               \
-        if (need && !f) return missing("symbol", #name);                                 \
-        memcpy(&acl->name, &f, sizeof f);                                                \
+#define ACL_FN(need, library, ret, name, args)                                                                         \
+    {                                                                                                                  \
+        void *f = find(libs, library, library + 1, #name);                                                             \
+        if (need && !f) return missing("symbol", #name);                                                               \
+        memcpy(&acl->name, &f, sizeof f);                                                                              \
     }
-#define ACL_OP(need, name, args)                                                         \
-    {                                                                                    \
-        void *one = find(libs, OPERATORS, LIBRARIES, "aclnn" #name "GetWorkspaceSize");  \
-        void *two = find(libs, OPERATORS, LIBRARIES, "aclnn" #name);                     \
-        if (need && !(one && two)) return missing("symbol", "aclnn" #name);              \
-        if (!one || !two) one = two = NULL;                                              \
-        memcpy(&acl->aclnn##name##GetWorkspaceSize, &one, sizeof one);                   \
-        memcpy(&acl->aclnn##name, &two, sizeof two);                                     \
+#define ACL_OP(need, name, args)                                                                                       \
+    {                                                                                                                  \
+        void *one = find(libs, OPERATORS, LIBRARIES, "aclnn" #name "GetWorkspaceSize");                                \
+        void *two = find(libs, OPERATORS, LIBRARIES, "aclnn" #name);                                                   \
+        if (need && !(one && two)) return missing("symbol", "aclnn" #name);                                            \
+        if (!one || !two) one = two = NULL;                                                                            \
+        memcpy(&acl->aclnn##name##GetWorkspaceSize, &one, sizeof one);                                                 \
+        memcpy(&acl->aclnn##name, &two, sizeof two);                                                                   \
     }
 #include "acl.inc"
 #undef ACL_FN
 #undef ACL_OP
-    if (!acl->aclnnGroupedMatmulV4 && !acl->aclnnGroupedMatmulV5) return missing("symbol", "aclnnGroupedMatmulV5 (nor V4)");
-    if (!acl->aclnnMoeInitRoutingV2 && !acl->aclnnMoeInitRoutingV3) return missing("symbol", "aclnnMoeInitRoutingV3 (nor V2)");
+    if (!acl->aclnnGroupedMatmulV4 && !acl->aclnnGroupedMatmulV5)
+        return missing("symbol", "aclnnGroupedMatmulV5 (nor V4)");
+    if (!acl->aclnnMoeInitRoutingV2 && !acl->aclnnMoeInitRoutingV3)
+        return missing("symbol", "aclnnMoeInitRoutingV3 (nor V2)");
     return FMOE_OK;
 }
 
@@ -122,7 +124,8 @@ static fmoe_status start(fmoe_acl *acl)
     static const char *const refused[] = {"Ascend910A", "Ascend910Pro", "Ascend910Premium", "Ascend310"};
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
         if (strncmp(acl->soc, refused[i], strlen(refused[i])) == 0) {
-            snprintf(reason, sizeof reason, "%s has no grouped matrix product; 910B, 910_93 or 950 is needed", acl->soc);
+            snprintf(reason, sizeof reason, "%s has no grouped matrix product; 910B, 910_93 or 950 is needed",
+                     acl->soc);
             return FMOE_ERR_BACKEND;
         }
     aclVersion v;

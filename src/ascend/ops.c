@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * ops.c - small launches: casts, copies, fills, element-wise operators, and tensors that must be packed for an operator. */
+ * ops.c - small launches: casts, copies, fills, element-wise operators, and tensors that must be packed for an
+ * operator. */
 #include "ops.h"
 
 void asc_cast(asc_call *c, asc_view to, asc_view from)
@@ -44,36 +45,37 @@ void asc_fill_where(asc_call *c, asc_view v, asc_view mask, double value)
 
 asc_view asc_like(asc_call *c, asc_view v)
 {
-    return v.ndim == 1 ? asc_new1(c, v.dtype, v.dims[0]) : v.ndim == 2 ? asc_new2(c, v.dtype, v.dims[0], v.dims[1])
-                                                                       : asc_new3(c, v.dtype, v.dims[0], v.dims[1], v.dims[2]);
+    return v.ndim == 1   ? asc_new1(c, v.dtype, v.dims[0])
+           : v.ndim == 2 ? asc_new2(c, v.dtype, v.dims[0], v.dims[1])
+                         : asc_new3(c, v.dtype, v.dims[0], v.dims[1], v.dims[2]);
 }
 
-#define UNARY(Name)                                           \
-    asc_view asc_do_##Name(asc_call *c, asc_view x)           \
-    {                                                         \
-        const asc_view r = asc_like(c, x);                    \
-        const aclTensor *tx = asc_t(c, x), *tr = asc_t(c, r); \
-        ASC_LAUNCH(c, Name, tx, tr);                          \
-        return r;                                             \
+#define UNARY(Name)                                                                                                    \
+    asc_view asc_do_##Name(asc_call *c, asc_view x)                                                                    \
+    {                                                                                                                  \
+        const asc_view r = asc_like(c, x);                                                                             \
+        const aclTensor *tx = asc_t(c, x), *tr = asc_t(c, r);                                                          \
+        ASC_LAUNCH(c, Name, tx, tr);                                                                                   \
+        return r;                                                                                                      \
     }
 
-#define BINARY(Name)                                                             \
-    asc_view asc_do_##Name(asc_call *c, asc_view x, asc_view y)                  \
-    {                                                                            \
-        const asc_view r = asc_like(c, x);                                       \
-        const aclTensor *tx = asc_t(c, x), *ty = asc_t(c, y), *tr = asc_t(c, r); \
-        ASC_LAUNCH(c, Name, tx, ty, tr);                                         \
-        return r;                                                                \
+#define BINARY(Name)                                                                                                   \
+    asc_view asc_do_##Name(asc_call *c, asc_view x, asc_view y)                                                        \
+    {                                                                                                                  \
+        const asc_view r = asc_like(c, x);                                                                             \
+        const aclTensor *tx = asc_t(c, x), *ty = asc_t(c, y), *tr = asc_t(c, r);                                       \
+        ASC_LAUNCH(c, Name, tx, ty, tr);                                                                               \
+        return r;                                                                                                      \
     }
 
-#define WITH_ALPHA(Name)                                                         \
-    asc_view asc_do_##Name(asc_call *c, asc_view x, asc_view y)                  \
-    {                                                                            \
-        const asc_view r = asc_like(c, x);                                       \
-        const aclTensor *tx = asc_t(c, x), *ty = asc_t(c, y), *tr = asc_t(c, r); \
-        const aclScalar *one = asc_s(c, 1);                                      \
-        ASC_LAUNCH(c, Name, tx, ty, one, tr);                                    \
-        return r;                                                                \
+#define WITH_ALPHA(Name)                                                                                               \
+    asc_view asc_do_##Name(asc_call *c, asc_view x, asc_view y)                                                        \
+    {                                                                                                                  \
+        const asc_view r = asc_like(c, x);                                                                             \
+        const aclTensor *tx = asc_t(c, x), *ty = asc_t(c, y), *tr = asc_t(c, r);                                       \
+        const aclScalar *one = asc_s(c, 1);                                                                            \
+        ASC_LAUNCH(c, Name, tx, ty, one, tr);                                                                          \
+        return r;                                                                                                      \
     }
 
 UNARY(Silu)

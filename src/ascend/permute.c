@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * permute.c - permute and unpermute as operations of their own. Without skip marks each is one or two launches. With them the
- * caller's map holds -1, which CANN's operators are not documented for: the map is completed to a permutation (skipped slots
- * get the unused rows at the end) and the rows past the last routed one are zeroed where they would be read. */
+ * permute.c - permute and unpermute as operations of their own. Without skip marks each is one or two launches. With
+ * them the caller's map holds -1, which CANN's operators are not documented for: the map is completed to a permutation
+ * (skipped slots get the unused rows at the end) and the rows past the last routed one are zeroed where they would be
+ * read. */
 #include "ascend.h"
 #include "ops.h"
 
@@ -39,7 +40,8 @@ static whole_map complete(asc_call *c, const fmoe_tensor *map)
         w.map = asc_packed_as(c, w.map, ACL_INT32);
         return w;
     }
-    const asc_view keys = asc_packed_as(c, w.map, ACL_FLOAT), sorted = asc_new1(c, ACL_FLOAT, R), order = asc_new1(c, ACL_INT64, R);
+    const asc_view keys = asc_packed_as(c, w.map, ACL_FLOAT), sorted = asc_new1(c, ACL_FLOAT, R),
+                   order = asc_new1(c, ACL_INT64, R);
     w.slots = compare(c, keys, true, 0);
     asc_fill_where(c, keys, w.slots, (double)R);
     sort_rows(c, keys, sorted, order);
@@ -130,7 +132,8 @@ static void unpermute_backward(asc_call *c, const fmoe_unpermute_args *a, const 
     const asc_view dy = a->dy ? asc_target(c, a->dy, dtype, false) : asc_new2(c, dtype, R, H);
     const asc_view y = a->y && a->dweights ? readable(c, a->y, w) : asc_new2(c, dtype, R, H);
     const asc_view dp = a->dweights ? asc_target(c, a->dweights, p.dtype, false) : asc_new2(c, p.dtype, T, k);
-    const aclTensor *ty = asc_t(c, y), *td = asc_t(c, dout), *tm = asc_t(c, w->map), *tp = asc_t(c, p), *to = asc_t(c, dy), *tq = asc_t(c, dp);
+    const aclTensor *ty = asc_t(c, y), *td = asc_t(c, dout), *tm = asc_t(c, w->map), *tp = asc_t(c, p),
+                    *to = asc_t(c, dy), *tq = asc_t(c, dp);
     ASC_LAUNCH(c, MoeTokenUnpermuteGrad, ty, td, tm, tp, false, NULL, to, tq);
     if (a->dy) {
         if (w->rows.data) asc_fill_where(c, dy, w->rows, 0);

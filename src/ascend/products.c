@@ -3,14 +3,15 @@
  * products.c - grouped matrix products. Only views are turned, never data:
  *   forward     weights stored [out,in] are passed as a transposed view, which GroupedMatmul reads in place
  *   dX          the same weights as they are stored
- *   dW          GroupedMatmul over the grouped rows (group type 2) takes its left operand as a transposed view and writes
- *               [n,a,b]; which operand is left is chosen so that this is the stored layout
- * GroupedMatmul takes lists of at most 128 matrices. Longer ones go in pieces, from the last to the first: a piece's group
- * list begins with the running sum before it, so its first group is all earlier rows, which it fills with nonsense and which
- * the pieces that follow overwrite. */
+ *   dW          GroupedMatmul over the grouped rows (group type 2) takes its left operand as a transposed view and
+ * writes [n,a,b]; which operand is left is chosen so that this is the stored layout GroupedMatmul takes lists of at
+ * most 128 matrices. Longer ones go in pieces, from the last to the first: a piece's group list begins with the running
+ * sum before it, so its first group is all earlier rows, which it fills with nonsense and which the pieces that follow
+ * overwrite. */
 #include "ops.h"
 
-/* Scratch for weight gradients that cannot be written where they belong at once: this many bytes, or an eighth of them. */
+/* Scratch for weight gradients that cannot be written where they belong at once: this many bytes, or an eighth of them.
+ */
 enum { SCRATCH = 16 << 20, PIECES = 8 };
 
 /* ---- Weights ---- */
@@ -36,7 +37,8 @@ static bool adjacent(const asc_view *first, const fmoe_tensor *list, int64_t n)
     const size_t bytes = (size_t)asc_count(first) * asc_size(first->dtype);
     for (int64_t i = 1; i < n; i++) {
         const asc_view v = asc_of(&list[i]);
-        if ((char *)v.data != (char *)first->data + (size_t)i * bytes || v.strides[0] != first->strides[0] || v.strides[1] != first->strides[1])
+        if ((char *)v.data != (char *)first->data + (size_t)i * bytes || v.strides[0] != first->strides[0] ||
+            v.strides[1] != first->strides[1])
             return false;
     }
     return true;
@@ -48,21 +50,24 @@ asc_weights asc_weights_of(asc_call *c, const char *name, const fmoe_tensor *sta
     if (stack) {
         w.stack = asc_of(stack);
         if (!regular(&w.stack))
-            asc_fail(c, FMOE_ERR_STRIDE, "%s has strides {%lld,%lld,%lld}: packed matrices, in either orientation, are needed", name,
+            asc_fail(c, FMOE_ERR_STRIDE,
+                     "%s has strides {%lld,%lld,%lld}: packed matrices, in either orientation, are needed", name,
                      (long long)w.stack.strides[0], (long long)w.stack.strides[1], (long long)w.stack.strides[2]);
         return w;
     }
     asc_view first = asc_of(&list[0]);
     if (regular(&first) && adjacent(&first, list, n)) {
         const int64_t a = first.dims[0], b = first.dims[1];
-        w.stack = is_turned(&first) ? asc_turn(asc_3d(first.data, first.dtype, n, b, a)) : asc_3d(first.data, first.dtype, n, a, b);
+        w.stack = is_turned(&first) ? asc_turn(asc_3d(first.data, first.dtype, n, b, a))
+                                    : asc_3d(first.data, first.dtype, n, a, b);
         return w;
     }
     w.list = list;
     for (int64_t i = 0; i < n; i++) {
         asc_view v = asc_of(&list[i]);
         if (!regular(&v) || is_turned(&v) != is_turned(&first)) {
-            asc_fail(c, FMOE_ERR_STRIDE, "%s[%lld] has strides {%lld,%lld}: packed matrices, all in one orientation, are needed", name,
+            asc_fail(c, FMOE_ERR_STRIDE,
+                     "%s[%lld] has strides {%lld,%lld}: packed matrices, all in one orientation, are needed", name,
                      (long long)i, (long long)v.strides[0], (long long)v.strides[1]);
             break;
         }
@@ -109,16 +114,16 @@ static asc_weights gather_list(asc_call *c, const asc_weights *w)
 
 /* ---- Launches ---- */
 
-static void grouped(asc_call *c, const aclTensorList *x, const aclTensorList *w, const aclTensorList *bias, const aclTensor *groups,
-                    int64_t split, int64_t type, bool cumulative, const aclTensorList *y)
+static void grouped(asc_call *c, const aclTensorList *x, const aclTensorList *w, const aclTensorList *bias,
+                    const aclTensor *groups, int64_t split, int64_t type, bool cumulative, const aclTensorList *y)
 {
     const int64_t kind = cumulative ? 0 : 1;
     if (c->acl->aclnnGroupedMatmulV5)
-        ASC_LAUNCH(c, GroupedMatmulV5, x, w, bias, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, split, type, kind, 0, NULL, y,
-                   NULL, NULL);
+        ASC_LAUNCH(c, GroupedMatmulV5, x, w, bias, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, split, type,
+                   kind, 0, NULL, y, NULL, NULL);
     else
-        ASC_LAUNCH(c, GroupedMatmulV4, x, w, bias, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, split, type, kind, 0, y, NULL,
-                   NULL);
+        ASC_LAUNCH(c, GroupedMatmulV4, x, w, bias, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, split, type,
+                   kind, 0, y, NULL, NULL);
 }
 
 void asc_mm(asc_call *c, asc_view a, asc_view b, asc_view out)
@@ -158,7 +163,8 @@ static void list_product(asc_call *c, asc_view x, const asc_weights *w, const as
             some[i] = member(w, e);
             if (bias) biases[i] = asc_at(*bias, e);
         }
-        const aclTensorList *tx = asc_list(c, &x, 1), *tw = asc_list(c, some, n), *tb = bias ? asc_list(c, biases, n) : NULL;
+        const aclTensorList *tx = asc_list(c, &x, 1), *tw = asc_list(c, some, n),
+                            *tb = bias ? asc_list(c, biases, n) : NULL;
         const aclTensor *groups = asc_t(c, asc_part(w->n > 128 ? running : g->list, 0, first - lead, 1, n));
         const aclTensorList *ty = asc_list(c, &y, 1);
         grouped(c, tx, tw, tb, groups, 2, 0, w->n > 128 || g->cumulative, ty);
@@ -184,7 +190,8 @@ void asc_rows_product(asc_call *c, asc_view x, asc_weights w, const fmoe_tensor 
     if (w.list) {
         list_product(c, x, &w, bias ? &b : NULL, g, y);
     } else {
-        const aclTensorList *tx = asc_list(c, &x, 1), *tw = asc_list(c, &w.stack, 1), *tb = bias ? asc_list(c, &b, 1) : NULL;
+        const aclTensorList *tx = asc_list(c, &x, 1), *tw = asc_list(c, &w.stack, 1),
+                            *tb = bias ? asc_list(c, &b, 1) : NULL;
         const aclTensor *groups = asc_t(c, g->list);
         const aclTensorList *ty = asc_list(c, &y, 1);
         grouped(c, tx, tw, tb, groups, 2, 0, g->cumulative, ty);
@@ -216,7 +223,8 @@ static void outer_add(asc_call *c, asc_view left, asc_view right, asc_groups *g,
     ASC_LAUNCH(c, GroupedMatmulAdd, tx, tw, groups, ty, true, false, 2);
 }
 
-/* Rows [at, at+n) of every gradient in the list from a stack of such pieces: one launch for 128 of them where CANN can. */
+/* Rows [at, at+n) of every gradient in the list from a stack of such pieces: one launch for 128 of them where CANN can.
+ */
 static void deliver_list(asc_call *c, asc_view stack, const asc_weights *dw, int64_t at, bool add)
 {
     asc_view to[128];
@@ -238,9 +246,10 @@ static void deliver_list(asc_call *c, asc_view stack, const asc_weights *dw, int
     }
 }
 
-/* Through scratch, a block of rows of every gradient at a time, so that the scratch stays small: gradients of the plan's own
- * dtype that are added to (CANN adds into f32 only), and lists whose matrices are not adjacent. */
-static void outer_in_blocks(asc_call *c, asc_view left, asc_view right, asc_groups *g, const asc_weights *dw, bool wide, bool add)
+/* Through scratch, a block of rows of every gradient at a time, so that the scratch stays small: gradients of the
+ * plan's own dtype that are added to (CANN adds into f32 only), and lists whose matrices are not adjacent. */
+static void outer_in_blocks(asc_call *c, asc_view left, asc_view right, asc_groups *g, const asc_weights *dw, bool wide,
+                            bool add)
 {
     const int64_t a = left.dims[1], b = right.dims[1];
     const aclDataType dtype = wide ? ACL_FLOAT : left.dtype;
@@ -279,7 +288,8 @@ void asc_outer_product(asc_call *c, asc_view left, asc_view right, asc_groups *g
     const aclDataType dtype = left.dtype;
     const bool wide = first.dtype == ACL_FLOAT && dtype != ACL_FLOAT;
     if (left.dims[0] == 0) { /* nothing to add, or nothing but zeros */
-        if (!add) for (int64_t i = 0; i < (dw.list ? dw.n : 1); i++) asc_zero(c, dw.list ? member(&dw, i) : dw.stack);
+        if (!add)
+            for (int64_t i = 0; i < (dw.list ? dw.n : 1); i++) asc_zero(c, dw.list ? member(&dw, i) : dw.stack);
         return;
     }
     if (g->n == 1 && wide) { /* one matrix in f32: multiply in f32 */
@@ -312,7 +322,8 @@ void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor
     }
     if (v.dtype == ACL_FLOAT && d.dtype != ACL_FLOAT && g->n > 1 && R > 0) asc_running(c, g);
     const size_t mark = c->used;
-    asc_view ones = asc_new2(c, d.dtype, R, 1); /* sums of rows as a product with a column of ones: f32 inside the cube */
+    asc_view ones =
+        asc_new2(c, d.dtype, R, 1); /* sums of rows as a product with a column of ones: f32 inside the cube */
     if (R > 0) {
         const aclTensor *to = asc_t(c, ones);
         const aclScalar *one = asc_s(c, 1);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * route.c - scores to ids and weights, in f32. Plain softmax routing is MoeGatingTopKSoftmaxV2, one launch; every other rule
- * (and any call that wants bad rows counted) is composed: score, select by a stable sort, gather, normalise. */
+ * route.c - scores to ids and weights, in f32. Plain softmax routing is MoeGatingTopKSoftmaxV2, one launch; every other
+ * rule (and any call that wants bad rows counted) is composed: score, select by a stable sort, gather, normalise. */
 #include <float.h>
 #include <math.h>
 
@@ -156,8 +156,9 @@ static void count_bad(asc_call *c, const fmoe_route_args *a, asc_view logits, as
 static bool one_launch(const asc_call *c, const fmoe_route_args *a, uint32_t flags)
 {
     const fmoe_route_rule *r = &c->p->d.route;
-    return c->acl->aclnnMoeGatingTopKSoftmaxV2 && !a->select_bias && !a->bad_rows && r->groups <= 1 && !(flags & FMOE_REPLAY) &&
-           (r->score == FMOE_SCORE_SOFTMAX || r->score == FMOE_SCORE_TOPK_SOFTMAX) && (!r->renormalize || r->eps == 0) && c->p->d.k <= 1024;
+    return c->acl->aclnnMoeGatingTopKSoftmaxV2 && !a->select_bias && !a->bad_rows && r->groups <= 1 &&
+           !(flags & FMOE_REPLAY) && (r->score == FMOE_SCORE_SOFTMAX || r->score == FMOE_SCORE_TOPK_SOFTMAX) &&
+           (!r->renormalize || r->eps == 0) && c->p->d.k <= 1024;
 }
 
 static asc_view scaled(asc_call *c, asc_view w)
@@ -174,7 +175,8 @@ static void forward(asc_call *c, const fmoe_route_args *a, uint32_t flags)
     if (one_launch(c, a, flags)) {
         const bool over_k = rule->renormalize || rule->score == FMOE_SCORE_TOPK_SOFTMAX;
         const asc_view ids = asc_target(c, a->ids, ACL_INT32, false);
-        const asc_view w = rule->scale == 1 ? asc_target(c, a->weights, ACL_FLOAT, false) : asc_new2(c, ACL_FLOAT, T, k);
+        const asc_view w =
+            rule->scale == 1 ? asc_target(c, a->weights, ACL_FLOAT, false) : asc_new2(c, ACL_FLOAT, T, k);
         const aclTensor *tx = asc_t(c, logits), *tw = asc_t(c, w), *ti = asc_t(c, ids);
         ASC_LAUNCH(c, MoeGatingTopKSoftmaxV2, tx, NULL, k, over_k ? 1 : 0, false, tw, ti, NULL);
         asc_deliver(c, a->ids, ids, false);
@@ -203,7 +205,8 @@ static void forward(asc_call *c, const fmoe_route_args *a, uint32_t flags)
 static void backward(asc_call *c, const fmoe_route_args *a)
 {
     const fmoe_route_rule *rule = &c->p->d.route;
-    const asc_view logits = asc_packed_as(c, asc_of(a->logits), ACL_FLOAT), ids = asc_packed_as(c, asc_of(a->ids), ACL_INT64);
+    const asc_view logits = asc_packed_as(c, asc_of(a->logits), ACL_FLOAT),
+                   ids = asc_packed_as(c, asc_of(a->ids), ACL_INT64);
     const asc_view s = score(c, logits);
     asc_view w = gather(c, s, ids), d = scaled(c, asc_packed_as(c, asc_of(a->dweights), ACL_FLOAT));
     if (rule->score == FMOE_SCORE_TOPK_SOFTMAX) w = softmax(c, w);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * rows.c - from ids to rows. MoeInitRoutingV3 sorts, gathers and counts in one launch; before CANN 8.2 it is V2 and a cast
- * of the counts.
+ * rows.c - from ids to rows. MoeInitRoutingV3 sorts, gathers and counts in one launch; before CANN 8.2 it is V2 and a
+ * cast of the counts.
  *
- * Plans with skip marks use one expert more than there are: skipped slots (and ids out of range) become id E, are sorted
- * last, and get rows that no group covers. So the map stays a permutation, which is what the gradients' operators are
- * documented for; the rows past the last group are never written by GroupedMatmul and are zeroed where they are read. */
+ * Plans with skip marks use one expert more than there are: skipped slots (and ids out of range) become id E, are
+ * sorted last, and get rows that no group covers. So the map stays a permutation, which is what the gradients'
+ * operators are documented for; the rows past the last group are never written by GroupedMatmul and are zeroed where
+ * they are read. */
 #include "ops.h"
 #include "ascend.h"
 
@@ -17,7 +18,8 @@ static void mark(asc_call *c, asc_view ids, bool below, int64_t limit, asc_view 
     else ASC_LAUNCH(c, GeScalar, tv, s, tm);
 }
 
-/* ids with every skip mark turned into E, and which they are. E itself is the only mark of many plans: nothing to turn. */
+/* ids with every skip mark turned into E, and which they are. E itself is the only mark of many plans: nothing to turn.
+ */
 static asc_view skip_ids(asc_call *c, const fmoe_tensor *ids, asc_view *mask)
 {
     const asc_view from = asc_of(ids);

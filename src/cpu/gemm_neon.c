@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_neon.c - f32 products on 64-bit Arm: 6 x 16 register tiles (24 accumulators, 4 B, 4 A), and the packing of panels.
+ * gemm_neon.c - f32 products on 64-bit Arm: 6 x 16 register tiles (24 accumulators, 4 B, 3 A), and packing.
  *
- * A is loaded as a scalar and multiplied by element: the broadcasting load (LD1R) would take a slot of the multipliers. A panel is
- * four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
+ * A is loaded as a scalar and multiplied by element: the broadcasting load (LD1R) would take a slot of the multipliers.
+ * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
 #include "cpu/neon.h"
 
 #include "cpu/kernels.h"
@@ -51,8 +51,8 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #define PANEL float
 #include "cpu/tiles.h"
 
-void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
-                        int first, fmoe_fetch *next)
+void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
+                        int64_t ldc, int first, fmoe_fetch *next)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
         run_tiles(rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, next);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_neon_bf16.c - bf16 products with BFMMLA: a 2 x 2 block of C += 2 x 4 of A times 4 x 2 of B, twice the work of BFDOT and four
- * times that of an f32 multiply-add. Register tiles are 6 x 16: 3 pairs of rows by 8 pairs of columns.
+ * gemm_neon_bf16.c - bf16 products with BFMMLA: a 2 x 2 block of C += 2 x 4 of A times 4 x 2 of B, twice the work of
+ * BFDOT and four times that of an f32 multiply-add. Register tiles are 6 x 16: 3 pairs of rows by 8 pairs of columns.
  *
- * The instruction wants four neighbours in k from each of two columns, the panel has two: 16 columns at a time are interleaved once
- * more into a strip of 32 KiB, which stays in L1 while all rows pass. Every number of rows takes the same instruction, so a row's
- * bits do not depend on its company. BFMMLA treats denormals as zero and rounds sums to odd; see docs/numerics.md. */
+ * The instruction wants four neighbours in k from each of two columns, the panel has two: 16 columns at a time are
+ * interleaved once more into a strip of 32 KiB, which stays in L1 while all rows pass. Every number of rows takes the
+ * same instruction, so a row's bits do not depend on its company. BFMMLA treats denormals as zero and rounds sums to
+ * odd; see docs/numerics.md. */
 #include "cpu/neon.h"
 
 #include "cpu/kernels.h"
@@ -13,10 +14,13 @@
 
 enum { NR = 16 };
 
-/* How two rows of A lie: k runs along each (a_step 4); or across them, row after row of a panel, where the two are neighbours or not. */
+/* How two rows of A lie: k runs along each (a_step 4), or down a panel, in which the two are neighbours or are not. */
 enum { ALONG, BESIDE, APART };
 
-static inline uint32x2_t load2(const char *p) { return vreinterpret_u32_u16(vld1_u16((const uint16_t *)(const void *)p)); }
+static inline uint32x2_t load2(const char *p)
+{
+    return vreinterpret_u32_u16(vld1_u16((const uint16_t *)(const void *)p));
+}
 
 static inline uint32x2_t load_apart(const char *p, const char *q)
 {
@@ -24,7 +28,8 @@ static inline uint32x2_t load_apart(const char *p, const char *q)
 }
 
 /* Two pairs of k of row p, then of row q. */
-static inline __attribute__((always_inline)) uint32x4_t load_left(const int form, const char *p, const char *q, int64_t a_step)
+static inline __attribute__((always_inline)) uint32x4_t load_left(const int form, const char *p, const char *q,
+                                                                  int64_t a_step)
 {
     if (form == ALONG) return vcombine_u32(load2(p), load2(q));
     if (form == APART) return vcombine_u32(load_apart(p, p + a_step), load_apart(q, q + a_step));
@@ -47,8 +52,9 @@ static inline float32x4_t multiply4(float32x4_t acc, uint32x4_t a, uint32x4_t b)
 }
 
 /* Four k a step, as far as whole steps go. */
-static inline __attribute__((always_inline)) void steps(const int form, const int pairs, float32x4_t acc[FMOE_MR / 2][NR / 2],
-                                                        int64_t n, const char *const *row, int64_t a_step, const uint32_t *b,
+static inline __attribute__((always_inline)) void steps(const int form, const int pairs,
+                                                        float32x4_t acc[FMOE_MR / 2][NR / 2], int64_t n,
+                                                        const char *const *row, int64_t a_step, const uint32_t *b,
                                                         const void *const *line, const void *const *fetch_end)
 {
     int64_t offset = 0;
@@ -86,7 +92,7 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #pragma GCC unroll 3
     for (int p = 0; p < pairs; p++) {
         row[2 * p] = a[2 * p];
-        row[2 * p + 1] = a[fmoe_min(2 * p + 1, mr - 1)]; /* an odd last row is its own neighbour, and that sum is dropped */
+        row[2 * p + 1] = a[fmoe_min(2 * p + 1, mr - 1)]; /* an odd last row is its own neighbour */
         beside = beside && row[2 * p + 1] == row[2 * p] + 4;
 #pragma GCC unroll 8
         for (int j = 0; j < NR / 2; j++) acc[p][j] = vdupq_n_f32(0);
@@ -126,14 +132,15 @@ static void make_strip(uint32_t *strip, const uint32_t *panel, int64_t kc)
     for (int64_t k = 0; k < kc; k += 4, panel += 2 * FMOE_NB, strip += 2 * NR)
 #pragma GCC unroll 4
         for (int j = 0; j < NR; j += 4) {
-            const uint32x4_t even = vld1q_u32(panel + j), odd = k + 2 < kc ? vld1q_u32(panel + FMOE_NB + j) : vdupq_n_u32(0);
+            const uint32x4_t even = vld1q_u32(panel + j);
+            const uint32x4_t odd = k + 2 < kc ? vld1q_u32(panel + FMOE_NB + j) : vdupq_n_u32(0);
             vst1q_u32(strip + 2 * j, vzip1q_u32(even, odd));
             vst1q_u32(strip + 2 * j + 4, vzip2q_u32(even, odd));
         }
 }
 
-void fmoe_gemm_bf16_neon_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                              int64_t ldc, int first, fmoe_fetch *next)
+void fmoe_gemm_bf16_neon_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                              float *c, int64_t ldc, int first, fmoe_fetch *next)
 {
     _Alignas(64) uint32_t strip[FMOE_KC_PAIRS / 2 * NR];
     for (int col = 0; col < FMOE_NB; col += NR) {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cu - inference of few tokens: every weight that is needed is read once, straight into the registers mma wants.
+// decode.cu - inference of few tokens: the weights that are needed are read once, at the speed of memory.
 //
-// Three launches (up with activation, down, combine), each of which starts under the tail of the one before it. There is no row map: a
-// block finds the y-th expert that is hit, and its slots, from the ids. A warp holds 16 rows of weights against 8 tokens: a lane
-// loads 16 bytes of a row, and since the token's 16 bytes are taken from the same place, the order of k inside them does not matter.
+// Three launches (up with activation, down, combine; for one token combine is part of down), each of which starts under the tail of
+// the one before it. There is no row map: a block finds the y-th expert that is hit, and its slots, from the ids. A warp reads whole
+// rows of weights, 512 contiguous bytes at a time, and multiplies them with the expert's tokens. (Fragments for mma.sync, 64 bytes of
+// 16 rows at a time, were half as fast.)
 #include "decode.cuh"
 
 #include "act.cuh"
@@ -11,7 +12,7 @@
 
 #include <type_traits>
 
-static constexpr int THREADS = 64, WARPS = 2, MAX_SLOTS = 1024, MAX_EXPERTS = 4096, DEPTH = 8;
+static constexpr int THREADS = 256, WARPS = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 4096;
 
 struct DecodeArgs {
     View ids, p;
@@ -102,165 +103,170 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
     return found;
 }
 
-template <class T> DEV void mma8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1)
-{
-    if constexpr (std::is_same_v<T, bf16>)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 DEV uint4 load_weight(const void *p) { return __ldcs((const uint4 *)p); }
 
-// acc[nb] += 16 rows (8 at w0, 8 at w1) x 8 tokens over `steps` of 32 in k. token[nb]: this lane's token row, NULL: none.
-// DEPTH steps of weights are on their way at any time; `ready` is called between the first of them and the first read of a token.
-template <class T, int NB, class F> DEV void stream_rows(float (&acc)[NB][4], const T *w0, const T *w1, const T *const (&token)[NB], int steps, F ready)
+template <class T> DEV void unpack8(const uint4 &v, float (&f)[8])
 {
-    uint4 g[DEPTH], u[DEPTH];
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-    for (int i = 0; i < DEPTH; i++)
-        if (i < steps) g[i] = load_weight(w0 + i * 32), u[i] = load_weight(w1 + i * 32);
-    ready();
-    for (int s = 0; s < steps; s += DEPTH) {
+    for (int i = 0; i < 4; i++) {
+        if constexpr (std::is_same_v<T, bf16>) f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        else {
+            const float2 p = __half22float2(*(const __half2 *)&w[i]);
+            f[2 * i] = p.x, f[2 * i + 1] = p.y;
+        }
+    }
+}
+
+DEV float warp_sum(float v)
+{
 #pragma unroll
-        for (int half = 0; half < DEPTH; half += DEPTH / 2) { // tokens for a few steps at once, from the cache
-            uint4 x[DEPTH / 2][NB];
+    for (int o = 16; o; o /= 2) v += __shfl_xor_sync(~0u, v, o);
+    return v;
+}
+
+// acc[r][t] += <row r, token t> over `chunks` of 256 elements, ROWS rows of weights against NT tokens (NULL: none). DEPTH chunks of
+// every row are asked for at once; `ready` is called between that and the first read of a token.
+template <class T, int ROWS, int NT, int DEPTH, class F>
+DEV void dot_rows_of(float (&acc)[ROWS][NT], const T *const (&w)[ROWS], const T *const (&token)[NT], int chunks, int lane, F ready)
+{
+    for (int c0 = 0; c0 < chunks; c0 += DEPTH) {
+        uint4 v[ROWS][DEPTH];
 #pragma unroll
-            for (int i = 0; i < DEPTH / 2; i++)
+        for (int c = 0; c < DEPTH; c++)
 #pragma unroll
-                for (int nb = 0; nb < NB; nb++) {
-                    x[i][nb] = make_uint4(0, 0, 0, 0);
-                    if (token[nb] && s + half + i < steps) x[i][nb] = __ldg((const uint4 *)(token[nb] + (s + half + i) * 32));
-                }
+            for (int r = 0; r < ROWS; r++)
+                if (c0 + c < chunks) v[r][c] = load_weight(w[r] + (c0 + c) * 256 + lane * 8);
+        if (c0 == 0) ready();
 #pragma unroll
-            for (int i = 0; i < DEPTH / 2; i++) {
-                const int at = half + i, next = s + at + DEPTH;
-                if (s + at < steps) {
+        for (int c = 0; c < DEPTH; c++) {
+            if (c0 + c >= chunks) break;
+            float f[ROWS][8];
 #pragma unroll
-                    for (int nb = 0; nb < NB; nb++) {
-                        mma8<T>(acc[nb], g[at].x, u[at].x, g[at].y, u[at].y, x[i][nb].x, x[i][nb].y);
-                        mma8<T>(acc[nb], g[at].z, u[at].z, g[at].w, u[at].w, x[i][nb].z, x[i][nb].w);
-                    }
-                    if (next < steps) g[at] = load_weight(w0 + next * 32), u[at] = load_weight(w1 + next * 32);
-                }
+            for (int r = 0; r < ROWS; r++) unpack8<T>(v[r][c], f[r]);
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                if (NT > 1 && !token[t]) break; // tokens are dense from 0 on
+                float x[8];
+                unpack8<T>(__ldg((const uint4 *)(token[t] + (c0 + c) * 256 + lane * 8)), x);
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) acc[r][t] = fmaf(f[r][i], x[i], acc[r][t]);
             }
         }
     }
 }
 
-// up: a block has 8 columns of one expert; its warps share the contraction.
-template <class T, int NB> __global__ void __launch_bounds__(THREADS) decode_up(const __grid_constant__ DecodeArgs a)
+// up: a warp has one column of one expert, its gate and its up row.
+template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_up(const __grid_constant__ DecodeArgs a)
 {
     __shared__ uint16_t slots[MAX_SLOTS];
-    __shared__ float4 sums[WARPS][NB][32];
     depend_wait(); // ids and x come from the launch before
     depend_launch();
     const Found f = find_expert(a, blockIdx.y, slots);
-    if (f.expert < 0) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, c0 = blockIdx.x * 8, row = lane / 4;
-    const int steps = (int)(a.H / 32 / WARPS), k0 = warp * steps * 32 + lane % 4 * 8;
-    const int64_t at = f.expert * a.w1_g + (c0 + row) * a.w1_r + k0;
-    for (int first = 0; first < f.count; first += 8 * NB) {
-        const T *token[NB];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * WARPS + warp;
+    if (f.expert < 0 || col >= a.I) return;
+    const int64_t at = f.expert * a.w1_g + col * a.w1_r;
+    const T *const w[2] = {(const T *)a.gate + at, (const T *)a.up + at};
+    for (int first = 0; first < f.count; first += NT) {
+        const T *token[NT];
 #pragma unroll
-        for (int nb = 0; nb < NB; nb++) {
-            const int i = first + nb * 8 + row;
-            token[nb] = i < f.count ? (const T *)a.x + slots[i] / a.k * a.x_r + k0 : nullptr;
+        for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.x + slots[first + t] / a.k * a.x_r : nullptr;
+        float acc[2][NT] = {};
+        dot_rows_of<T, 2, NT, 8>(acc, w, token, (int)(a.H / 256), lane, [] {});
+#pragma unroll
+        for (int t = 0; t < NT; t++) {
+            if (first + t >= f.count) break;
+            const float g = warp_sum(acc[0][t]), u = warp_sum(acc[1][t]);
+            if (lane == 0)
+                ((T *)a.a)[slots[first + t] * a.I + col] = from_float<T>(gate_factor(a.act, g, a.alpha, a.limit).value * up_factor(a.act, u, a.limit).value);
         }
-        float acc[NB][4] = {};
-        stream_rows<T, NB>(acc, (const T *)a.gate + at, (const T *)a.up + at, token, steps, [] {});
-#pragma unroll
-        for (int nb = 0; nb < NB; nb++) sums[warp][nb][lane] = make_float4(acc[nb][0], acc[nb][1], acc[nb][2], acc[nb][3]);
-        __syncthreads();
-        for (int nb = warp; nb < NB; nb += WARPS) {
-            float4 s = sums[0][nb][lane];
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) {
-                const float4 o = sums[w][nb][lane];
-                s.x += o.x, s.y += o.y, s.z += o.z, s.w += o.w;
-            }
-            // Columns of the fragment are tokens 2 q and 2 q + 1; its rows the gate, and 8 below, the up value of column `row`.
-            const int i = first + nb * 8 + lane % 4 * 2;
-            const float v[2] = {gate_factor(a.act, s.x, a.alpha, a.limit).value * up_factor(a.act, s.z, a.limit).value,
-                                gate_factor(a.act, s.y, a.alpha, a.limit).value * up_factor(a.act, s.w, a.limit).value};
-#pragma unroll
-            for (int j = 0; j < 2; j++)
-                if (i + j < f.count) ((T *)a.a)[slots[i + j] * a.I + c0 + row] = from_float<T>(v[j]);
-        }
-        __syncthreads();
     }
 }
 
-// down: a warp has 16 output columns of one expert.
-template <class T, int NB> __global__ void __launch_bounds__(THREADS) decode_down(const __grid_constant__ DecodeArgs a)
+// down: a warp has DOWN_COLS output columns of one expert.
+static constexpr int DOWN_COLS = 4;
+template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_down(const __grid_constant__ DecodeArgs a)
 {
     __shared__ uint16_t slots[MAX_SLOTS];
     depend_launch(); // every launch before the last one is complete: up waited for it
     const Found f = find_expert(a, blockIdx.y, slots);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n0 = (blockIdx.x * WARPS + warp) * 16, row = lane / 4, k0 = lane % 4 * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n0 = (blockIdx.x * WARPS + warp) * DOWN_COLS;
     if (f.expert < 0 || n0 >= a.H) return depend_wait();
-    const T *w = (const T *)a.w2 + f.expert * a.w2_g + (n0 + row) * a.w2_r + k0;
-    bool waited = false;
-    for (int first = 0; first < f.count; first += 8 * NB) {
-        const T *token[NB];
+    const T *w[DOWN_COLS];
 #pragma unroll
-        for (int nb = 0; nb < NB; nb++) {
-            const int i = first + nb * 8 + row;
-            token[nb] = i < f.count ? (const T *)a.a + slots[i] * a.I + k0 : nullptr;
-        }
-        float acc[NB][4] = {};
-        stream_rows<T, NB>(acc, w, w + 8 * a.w2_r, token, (int)(a.I / 32), [&] {
+    for (int r = 0; r < DOWN_COLS; r++) w[r] = (const T *)a.w2 + f.expert * a.w2_g + (n0 + r) * a.w2_r;
+    bool waited = false;
+    for (int first = 0; first < f.count; first += NT) {
+        const T *token[NT];
+#pragma unroll
+        for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.a + slots[first + t] * a.I : nullptr;
+        float acc[DOWN_COLS][NT] = {};
+        dot_rows_of<T, DOWN_COLS, NT, 3>(acc, w, token, (int)(a.I / 256), lane, [&] {
             if (!waited) depend_wait(); // now a
             waited = true;
         });
 #pragma unroll
-        for (int nb = 0; nb < NB; nb++) {
-            const int i = first + nb * 8 + lane % 4 * 2;
+        for (int t = 0; t < NT; t++) {
+            if (first + t >= f.count) break;
+            float s[DOWN_COLS];
 #pragma unroll
-            for (int j = 0; j < 2; j++)
-                if (i + j < f.count) {
-                    float *y = a.y + (int64_t)slots[i + j] * a.H + n0 + row;
-                    y[0] = acc[nb][j];
-                    y[8] = acc[nb][2 + j];
-                }
+            for (int r = 0; r < DOWN_COLS; r++) s[r] = warp_sum(acc[r][t]);
+            if (lane == 0) *(float4 *)(a.y + (int64_t)slots[first + t] * a.H + n0) = make_float4(s[0], s[1], s[2], s[3]);
         }
     }
 }
 
-// One token: a block has 16 columns, a warp a slot; the slots are added in their order, and nothing is left to combine.
-static constexpr int ONE_WARPS = 8;
-template <class T> __global__ void __launch_bounds__(32 * ONE_WARPS) decode_down_one(const __grid_constant__ DecodeArgs a)
+// One token: a warp has one output column and reads its row of every expert, before it waits for up; the slots are added in their
+// order, and nothing is left to combine.
+static constexpr int ONE_SLOTS = 8;
+template <class T> __global__ void __launch_bounds__(THREADS) decode_down_one(const __grid_constant__ DecodeArgs a)
 {
-    __shared__ float part[32][17];
     depend_launch();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, n0 = blockIdx.x * 16;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = blockIdx.x * WARPS + warp;
+    if (n >= a.H) return depend_wait();
+    T *out = (T *)a.out + n;
+    float s = 0;
     bool waited = false;
-    for (int j = warp; j < a.k; j += ONE_WARPS) {
-        const int64_t id = load_int(a.ids.p, a.ids.dtype, j * a.ids.s1);
-        const bool in = id >= 0 && id < a.E;
-        float acc[1][4] = {};
-        if (in) {
-            const T *w = (const T *)a.w2 + id * a.w2_g + (n0 + row) * a.w2_r + lane % 4 * 8;
-            const T *token[1] = {row == 0 ? (const T *)a.a + j * a.I + lane % 4 * 8 : nullptr};
-            stream_rows<T, 1>(acc, w, w + 8 * a.w2_r, token, (int)(a.I / 32), [&] {
-                if (!waited) depend_wait();
-                waited = true;
-            });
+    for (int j0 = 0; j0 < a.k; j0 += ONE_SLOTS) {
+        const T *w[ONE_SLOTS];
+        bool in[ONE_SLOTS];
+#pragma unroll
+        for (int j = 0; j < ONE_SLOTS; j++) {
+            const int64_t id = j0 + j < a.k ? load_int(a.ids.p, a.ids.dtype, (j0 + j) * a.ids.s1) : -1;
+            in[j] = id >= 0 && id < a.E;
+            w[j] = (const T *)a.w2 + (in[j] ? id : 0) * a.w2_g + n * a.w2_r + lane * 8;
         }
-        if (lane % 4 == 0) part[j][row] = in ? acc[0][0] : 0.f, part[j][row + 8] = in ? acc[0][2] : 0.f;
+        const int chunks = (int)(a.I / 256);
+        float dot[ONE_SLOTS] = {};
+        for (int c0 = 0; c0 < chunks; c0 += 3) {
+            uint4 v[ONE_SLOTS][3];
+#pragma unroll
+            for (int j = 0; j < ONE_SLOTS; j++)
+#pragma unroll
+                for (int c = 0; c < 3; c++)
+                    if (in[j] && c0 + c < chunks) v[j][c] = load_weight(w[j] + (c0 + c) * 256);
+            if (!waited) depend_wait();
+            waited = true;
+#pragma unroll
+            for (int j = 0; j < ONE_SLOTS; j++)
+#pragma unroll
+                for (int c = 0; c < 3; c++)
+                    if (in[j] && c0 + c < chunks) {
+                        float f[8], x[8];
+                        unpack8<T>(v[j][c], f);
+                        unpack8<T>(*(const uint4 *)((const T *)a.a + (j0 + j) * a.I + (c0 + c) * 256 + lane * 8), x);
+#pragma unroll
+                        for (int i = 0; i < 8; i++) dot[j] = fmaf(f[i], x[i], dot[j]);
+                    }
+        }
+#pragma unroll
+        for (int j = 0; j < ONE_SLOTS; j++)
+            if (in[j]) s = fmaf(load_float(a.p.p, a.p.dtype, (j0 + j) * a.p.s1), warp_sum(dot[j]), s);
     }
     if (!waited) depend_wait();
-    __syncthreads();
-    if (threadIdx.x >= 16) return;
-    T *out = (T *)a.out + n0 + threadIdx.x;
-    float s = a.add ? to_float(*out) : 0.f;
-    for (int j = 0; j < a.k; j++) {
-        const int64_t id = load_int(a.ids.p, a.ids.dtype, j * a.ids.s1);
-        if (id >= 0 && id < a.E) s = fmaf(load_float(a.p.p, a.p.dtype, j * a.p.s1), part[j][threadIdx.x], s);
-    }
-    *out = from_float<T>(s);
+    if (lane == 0) *out = from_float<T>(a.add ? s + to_float(*out) : s);
 }
 
 // out[t] = sum over its slots, in their order.
@@ -281,23 +287,21 @@ template <class T> __global__ void __launch_bounds__(SUM_THREADS) decode_combine
     *out = from_float<T>(s);
 }
 
-template <class T> static void run(const DecodeArgs &a, cudaStream_t s)
+template <class T, int NT> static void run_many(const DecodeArgs &a, cudaStream_t s)
 {
     const unsigned experts = (unsigned)fmoe_min(a.R, a.E);
-    const dim3 up((unsigned)(a.I / 8), experts), down((unsigned)((a.H / 16 + WARPS - 1) / WARPS), experts), sum((unsigned)((a.H + SUM_THREADS - 1) / SUM_THREADS), (unsigned)a.T);
-    if (a.T == 1 && a.k <= 32) {
-        launch_overlapped(decode_up<T, 1>, up, THREADS, 0, 1, s, a);
-        launch_overlapped(decode_down_one<T>, dim3((unsigned)(a.H / 16)), 32 * ONE_WARPS, 0, 1, s, a);
-        return;
-    }
-    if (a.T <= 8) {
-        launch_overlapped(decode_up<T, 1>, up, THREADS, 0, 1, s, a);
-        launch_overlapped(decode_down<T, 1>, down, THREADS, 0, 1, s, a);
-    } else {
-        launch_overlapped(decode_up<T, 2>, up, THREADS, 0, 1, s, a);
-        launch_overlapped(decode_down<T, 2>, down, THREADS, 0, 1, s, a);
-    }
-    launch_overlapped(decode_combine<T>, sum, SUM_THREADS, 0, 1, s, a);
+    launch_overlapped(decode_up<T, NT>, dim3((unsigned)((a.I + WARPS - 1) / WARPS), experts), THREADS, 0, 1, s, a);
+    launch_overlapped(decode_down<T, NT>, dim3((unsigned)((a.H / DOWN_COLS + WARPS - 1) / WARPS), experts), THREADS, 0, 1, s, a);
+    launch_overlapped(decode_combine<T>, dim3((unsigned)((a.H + SUM_THREADS - 1) / SUM_THREADS), (unsigned)a.T), SUM_THREADS, 0, 1, s, a);
+}
+
+template <class T> static void run(const DecodeArgs &a, cudaStream_t s)
+{
+    if (a.T == 1) {
+        launch_overlapped(decode_up<T, 1>, dim3((unsigned)((a.I + WARPS - 1) / WARPS), (unsigned)fmoe_min(a.R, a.E)), THREADS, 0, 1, s, a);
+        launch_overlapped(decode_down_one<T>, dim3((unsigned)((a.H + WARPS - 1) / WARPS)), THREADS, 0, 1, s, a);
+    } else if (a.T <= 16) run_many<T, 2>(a, s);
+    else run_many<T, 4>(a, s);
 }
 
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, float *y_rows)

@@ -21,7 +21,7 @@ static RowMap carve_map(fmoe_carve *c, int64_t R, int64_t rows, int64_t E)
     m.ntile = (int *)fmoe_carve_take(c, 1, 4);
     m.tile = (int2 *)fmoe_carve_take(c, fmoe_cuda_tiles(R, E, FMOE_CUDA_TILE_M) + 1, 8);
     m.slot = (int *)fmoe_carve_take(c, R, 4);
-    m.tok = (int *)fmoe_carve_take(c, rows, 4);
+    m.tok = (int *)fmoe_carve_take(c, rows + FMOE_CUDA_SLACK, 4);
     m.prob = (float *)fmoe_carve_take(c, rows, 4);
     return m;
 }

@@ -47,7 +47,8 @@ struct Tile {
 template <class C> struct Scheduler {
     const Sm90Args &p;
     int u, e = 0, base = 0;
-    DEV Scheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2) {}
+    const int rank, cols;
+    DEV Scheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2), rank(cluster_rank()), cols((p.N + C::COLS - 1) / C::COLS) {}
     static DEV void order(int r, int rows, int cols, int &m, int &n) // groups of rows; in a group columns outside, rows inside
     {
         const int g = r / (C::GROUP * cols), size = min(C::GROUP, rows - g * C::GROUP);
@@ -57,7 +58,6 @@ template <class C> struct Scheduler {
     }
     DEV bool next(Tile &t)
     {
-        const int cols = (p.N + C::COLS - 1) / C::COLS, rank = cluster_rank();
         int m, n;
         t.live = 1;
         t.share_a = t.share_b = 0;
@@ -81,7 +81,7 @@ template <class C> struct Scheduler {
             const int count = offset_of<C>(p, e + 1) - offset_of<C>(p, e);
             t.steps = count / 64;
             t.tail = count % 64 / 16;
-            t.part = m / per_part;
+            t.part = m >= per_part; // at most two parts
             t.m0 = t.row0 = (m - t.part * per_part) * C::BM;
             t.end = p.M;
             if (count == 0 && p.add) t.live = 0;
@@ -179,7 +179,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring)
 template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
 {
     typedef typename C::T T;
-    const int thread = threadIdx.x, rank = cluster_rank(), row = thread / 8, c = thread & 7, total = offset_of<C>(p, p.E);
+    const int thread = threadIdx.x, rank = cluster_rank(), row = thread / 8, c = thread & 7;
     const uint32_t dst = ring.base + (C::GATHER_B ? C::A_BYTES : 0) + row * 128 + ((c ^ (row & 7)) << 4);
     const T *x = (const T *)p.x + c * 8;
     Scheduler<C> sched(p);
@@ -196,13 +196,12 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         cp_async_arrive(ring.full + 8 * s);
         if (++s == C::STAGES) s = 0, phase ^= 1;
     };
-    auto token = [&](int r) { return r < total ? p.tok[r] : 0; };
     bool more = sched.next(ahead);
     if constexpr (!C::WGRAD) {
         int tok[8];
         auto load_tokens = [&] {
 #pragma unroll
-            for (int i = 0; i < 8; i++) tok[i] = token(ahead.m0 + row + 16 * i);
+            for (int i = 0; i < 8; i++) tok[i] = p.tok[ahead.m0 + row + 16 * i];
         };
         if (more) load_tokens();
         while (more) {
@@ -230,7 +229,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         int tok[4], next[4];
         auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) q[i] = token(offset_of<C>(p, u.e) + 64 * k + row + 16 * i);
+            for (int i = 0; i < 4; i++) q[i] = p.tok[offset_of<C>(p, u.e) + 64 * k + row + 16 * i];
         };
         if (more) load_tokens(next, ahead, 0);
         while (more) {
@@ -250,10 +249,10 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
                 if (k + 1 < steps) load_tokens(tok, t, k + 1);
                 begin(k, krow + 64 * k);
 #pragma unroll
-                for (int b = 0; b < BOXES; b++)
-                    if (b < boxes)
+                for (int i = 0; i < 4; i++)
 #pragma unroll
-                        for (int i = 0; i < 4; i++) cp_async16(dst + s * C::STAGE + i * 2048 + b * 8192, src[i] + b * 64);
+                    for (int b = 0; b < BOXES; b++)
+                        if (b < boxes) cp_async16(dst + s * C::STAGE + i * 2048 + b * 8192, src[i] + b * 64);
                 end();
             }
         }
@@ -310,15 +309,6 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
             for (int c = 0; c < C::BN / 32; c++)
                 out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row + shift, t.e, p.add, p.flat);
         } else {
-            if (!C::WGRAD && p.bias) {
-                const T *bias = (const T *)p.bias + (size_t)t.e * p.bias_g;
-#pragma unroll
-                for (int j = 0; j < C::BN / 8; j++) {
-                    const int n = t.n0 + 8 * j + lane % 4 * 2;
-                    const float b0 = n < p.N ? to_float(bias[n]) : 0.f, b1 = n + 1 < p.N ? to_float(bias[n + 1]) : 0.f;
-                    v[4 * j] += b0, v[4 * j + 1] += b1, v[4 * j + 2] += b0, v[4 * j + 3] += b1;
-                }
-            }
 #pragma unroll
             for (int c = 0; c < C::BN / 64; c++)
                 out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c, row + shift, t.e,

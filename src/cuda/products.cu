@@ -126,8 +126,8 @@ static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, in
             ok = m.ok && (i == 0 || m.n_major == n_major);
             n_major = m.n_major;
         }
-        // Parts of the contraction that are not whole steps need the third dimension, which the tokens kernel has.
-        a.tokens = (tokens_mode(l) >> (n_major ? 3 : 1)) & 1 || (K / parts) % 64 != 0;
+        // Parts of the contraction that are not whole steps need the third dimension, which the tokens kernel has; biases too.
+        a.tokens = (tokens_mode(l) >> (n_major ? 3 : 1)) & 1 || (K / parts) % 64 != 0 || b.p;
         if (gathered) ok = ok && gather_ok(l, x, ldx) && K % 64 == 0;
         else ok = ok && (a.tokens ? rows_map(&a.a, l, x, K, parts, 64) && rows_map(&a.a16, l, x, K, parts, 16) : rows_map2(&a.a, l, x, K, 64));
         ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, N, 1, 16) : rows_map2(&a.d[0], l, out, N, 16));

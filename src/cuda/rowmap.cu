@@ -193,6 +193,10 @@ __global__ void sort_pads(RowMap m, int E)
 {
     depend_wait();
     depend_launch();
+    if ((int)blockIdx.x == E) { // a tile may look past the last row: token 0 is as good as any
+        for (int i = threadIdx.x; i < FMOE_CUDA_SLACK; i += blockDim.x) m.tok[m.off[E] + i] = 0;
+        return;
+    }
     const int e = blockIdx.x, n = m.cnt[e], first = m.off[e], r = first + n + (int)threadIdx.x;
     if (r >= m.off[e + 1]) return;
     m.tok[r] = m.tok[first + (int)threadIdx.x % n];
@@ -219,7 +223,7 @@ void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const
     launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
     if (!blocks) return;
     launch_overlapped(sort_place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, warps, m);
-    if (a.align > 1) launch_overlapped(sort_pads, dim3(E), (unsigned)a.align, 0, 1, s, m, E);
+    if (a.align > 1) launch_overlapped(sort_pads, dim3(E + 1), (unsigned)a.align, 0, 1, s, m, E);
 }
 
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }

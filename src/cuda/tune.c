@@ -50,7 +50,7 @@ int fmoe_cuda_use_tokens(int64_t R, int64_t E) { return R < 400 * E; }
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 {
     const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;
-    return T >= 1 && T <= 64 && T * s->k <= 1024 && half && s->gated && s->H % 128 == 0 && s->I % 64 == 0 && s->E <= 4096 && s->cc >= 80;
+    return T >= 1 && T <= 64 && T * s->k <= 1024 && half && s->gated && s->H % 256 == 0 && s->I % 256 == 0 && s->E <= 4096 && s->cc >= 80;
 }
 
 int fmoe_cuda_sort_chunk(int64_t R)

@@ -11,6 +11,7 @@ extern "C" {
 #endif
 
 enum { FMOE_CUDA_ALIGN = 16 };  /* an expert's segment of rows begins at a multiple of this */
+enum { FMOE_CUDA_SLACK = 128 }; /* entries of the token list past the last row that a tile may look at */
 enum { FMOE_CUDA_TILE_M = 64 }; /* rows of a tile of the general kernels */
 
 /* What the choice depends on; filled by cuda.cu from the description and the device. */

@@ -2,8 +2,8 @@
  *
  * device.h - tensors on the simulated NPU for the tests of the Ascend backend, and runs of an operation there.
  *
- * NPU_TEST(name) { ... } is a TEST that ends with: no violation of CANN's rules, nothing left alive, no memory left. Tensors
- * on the device start at addresses that are aligned to their elements only. */
+ * NPU_TEST(name) { ... } is a TEST that ends with: no violation of CANN's rules, nothing left alive, no memory left.
+ * Tensors on the device start at addresses that are aligned to their elements only. */
 #ifndef FMOE_TEST_DEVICE_H
 #define FMOE_TEST_DEVICE_H
 
@@ -18,7 +18,8 @@ static struct {
     void (*reset)(void), (*forgive)(void), (*set)(const char *, int64_t), (*fail)(const char *, int64_t, int);
     const char *(*violation)(void);
     size_t (*trace)(char *, size_t);
-    int (*set_device)(int32_t), (*malloc)(void **, size_t, int), (*free)(void *), (*copy)(void *, size_t, const void *, size_t, int);
+    int (*set_device)(int32_t), (*malloc)(void **, size_t, int), (*free)(void *),
+        (*copy)(void *, size_t, const void *, size_t, int);
     int (*stream)(void **), (*sync)(void *), (*end_stream)(void *);
     void *main_stream;
 } npu;
@@ -79,19 +80,20 @@ static void npu_end(void)
     npu.end_stream(npu.main_stream);
     while (npu_count > 0) npu.free(npu_blocks[--npu_count]);
     if (npu.get("violations")) TEST_FAIL("violation: %s", npu.violation());
-    static const char *const live[] = {"live_tensors", "live_lists", "live_scalars", "live_arrays", "live_executors", "live_allocations"};
+    static const char *const live[] = {"live_tensors", "live_lists",     "live_scalars",
+                                       "live_arrays",  "live_executors", "live_allocations"};
     for (int i = 0; i < 6; i++)
         if (npu.get(live[i])) TEST_FAIL("%s is %" PRId64, live[i], npu.get(live[i]));
 }
 
-#define NPU_TEST(id)                 \
-    static void npu_##id(void);      \
-    TEST(id)                         \
-    {                                \
-        npu_begin();                 \
-        npu_##id();                  \
-        npu_end();                   \
-    }                                \
+#define NPU_TEST(id)                                                                                                   \
+    static void npu_##id(void);                                                                                        \
+    TEST(id)                                                                                                           \
+    {                                                                                                                  \
+        npu_begin();                                                                                                   \
+        npu_##id();                                                                                                    \
+        npu_end();                                                                                                     \
+    }                                                                                                                  \
     static void npu_##id(void)
 
 /* ---- Tensors ---- */
@@ -107,7 +109,8 @@ static size_t tensor_span(const fmoe_tensor *t)
 static inline fmoe_tensor *to_npu_at(const fmoe_tensor *t, bool odd)
 {
     if (!t) return NULL;
-    const size_t bytes = tensor_span(t), size = fmoe_dtype_size(fmoe_tensor_dtype(t)), shift = odd ? size * (size_t)test_below(9) : 0;
+    const size_t bytes = tensor_span(t), size = fmoe_dtype_size(fmoe_tensor_dtype(t)),
+                 shift = odd ? size * (size_t)test_below(9) : 0;
     fmoe_tensor *d = tensor_over(NULL, fmoe_tensor_dtype(t), t->ndim, t->shape, t->strides);
     d->device = (fmoe_device){FMOE_ASCEND, 0};
     d->data = (char *)npu_alloc(bytes + shift) + shift;
@@ -147,7 +150,8 @@ static inline fmoe_run run_for(fmoe_plan p, fmoe_pass pass, int64_t T, int devic
 {
     fmoe_run r = FMOE_RUN_INIT;
     CHECK_STATUS(fmoe_workspace_bytes(p, pass, T, &r.workspace_bytes), FMOE_OK);
-    if (r.workspace_bytes) r.workspace = device == FMOE_CPU ? test_alloc(r.workspace_bytes) : npu_alloc(r.workspace_bytes);
+    if (r.workspace_bytes)
+        r.workspace = device == FMOE_CPU ? test_alloc(r.workspace_bytes) : npu_alloc(r.workspace_bytes);
     r.flags = flags;
     r.stream = device == FMOE_CPU ? NULL : npu.main_stream;
     return r;
@@ -158,21 +162,26 @@ static inline fmoe_run run_for(fmoe_plan p, fmoe_pass pass, int64_t T, int devic
 static inline double unit(int dtype) { return dtype == FMOE_BF16 ? 0x1p-8 : dtype == FMOE_F16 ? 0x1p-11 : 0x1p-22; }
 
 /* Relative L2 error at most `bound`, in what the tensor on the device holds. */
-static inline void check_close_at(const char *file, int line, const char *name, const fmoe_tensor *d, const fmoe_tensor *want, double bound)
+static inline void check_close_at(const char *file, int line, const char *name, const fmoe_tensor *d,
+                                  const fmoe_tensor *want, double bound)
 {
     const fmoe_tensor *got = from_npu(d);
     double error = 0, norm = 0;
     int64_t bad = -1;
     for (int64_t i = 0; i < tensor_count(want); i++) {
         const double g = tensor_get(got, i), w = tensor_get(want, i);
-        if (isnan(g) != isnan(w)) { bad = i; break; }
+        if (isnan(g) != isnan(w)) {
+            bad = i;
+            break;
+        }
         if (isnan(w)) continue;
         error += (g - w) * (g - w);
         norm += w * w;
     }
     if (bad >= 0) {
         test_failures++;
-        printf("  %s:%d: %s[%" PRId64 "] is %g, not %g\n", file, line, name, bad, tensor_get(got, bad), tensor_get(want, bad));
+        printf("  %s:%d: %s[%" PRId64 "] is %g, not %g\n", file, line, name, bad, tensor_get(got, bad),
+               tensor_get(want, bad));
     } else if (!(sqrt(error) <= bound * sqrt(norm) + 1e-30)) {
         test_failures++;
         printf("  %s:%d: %s: relative error %.3g, bound %.3g\n", file, line, name, sqrt(error) / sqrt(norm), bound);
@@ -181,7 +190,8 @@ static inline void check_close_at(const char *file, int line, const char *name, 
 
 #define CHECK_CLOSE(d, want, bound) check_close_at(__FILE__, __LINE__, #d, d, want, bound)
 
-static inline void check_equal_at(const char *file, int line, const char *name, const fmoe_tensor *d, const fmoe_tensor *want)
+static inline void check_equal_at(const char *file, int line, const char *name, const fmoe_tensor *d,
+                                  const fmoe_tensor *want)
 {
     const fmoe_tensor *got = from_npu(d);
     for (int64_t i = 0; i < tensor_count(want); i++) {

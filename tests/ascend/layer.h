@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * layer.h - one experts layer, described in a line: its tensors on the device, its reference in double, and both runs. */
+ * layer.h - one experts layer, described in a line: its tensors on the device, its reference in double, and both runs.
+ */
 #ifndef FMOE_TEST_LAYER_H
 #define FMOE_TEST_LAYER_H
 
@@ -11,14 +12,14 @@ typedef struct layer_case {
     int dtype;
     int64_t T, H, I, E, k;
     int act;
-    uint32_t flags;       /* of the plan */
-    int form;             /* of the weights */
-    int ids, p, grad, dp; /* dtypes; 0: int64, the plan's, the plan's, p's */
+    uint32_t flags;             /* of the plan */
+    int form;                   /* of the weights */
+    int ids, p, grad, dp;       /* dtypes; 0: int64, the plan's, the plan's, p's */
     uint32_t forward, backward; /* run flags */
-    bool gaps;            /* rows with gaps */
-    bool apart;           /* lists of gradients: matrices that are not adjacent */
+    bool gaps;                  /* rows with gaps */
+    bool apart;                 /* lists of gradients: matrices that are not adjacent */
     double limit;
-    int idle;             /* only the first E - idle experts get rows */
+    int idle; /* only the first E - idle experts get rows */
 } layer_case;
 
 typedef struct layer {
@@ -35,7 +36,8 @@ static fmoe_tensor *layer_rows(const layer_case *c, int dtype, int64_t rows, int
     return c->gaps ? tensor_padded(dtype, rows, cols, 3) : tensor_new(dtype, SHAPE(rows, cols));
 }
 
-/* The matrices of a stack, each in memory of its own on the device (or adjacent, for gradients). first..count: rows of each. */
+/* The matrices of a stack, each in memory of its own on the device (or adjacent, for gradients). first..count: rows of
+ * each. */
 static fmoe_tensor *npu_list(const fmoe_tensor *stack, int64_t first, int64_t count, bool turned, bool adjacent)
 {
     const int64_t E = stack->shape[0], cols = stack->shape[2];
@@ -44,7 +46,8 @@ static fmoe_tensor *npu_list(const fmoe_tensor *stack, int64_t first, int64_t co
     const fmoe_tensor *part = tensor_view(stack, 1, first, count, 1);
     fmoe_tensor *all = NULL;
     if (adjacent) {
-        fmoe_tensor *copy = turned ? tensor_transposed(dtype, E, count, cols) : tensor_new(dtype, SHAPE(E, count, cols));
+        fmoe_tensor *copy =
+            turned ? tensor_transposed(dtype, E, count, cols) : tensor_new(dtype, SHAPE(E, count, cols));
         for (int64_t i = 0; i < tensor_count(part); i++) tensor_set(copy, i, tensor_get(part, i));
         all = to_npu(copy);
     }
@@ -71,17 +74,27 @@ static inline layer layer_make(layer_case c)
 {
     layer l = {.c = c};
     fmoe_desc *d = &l.d;
-    *d = (fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = c.dtype, .H = c.H, .I = c.I, .E = c.E, .k = c.k, .act = c.act, .flags = c.flags,
+    *d = (fmoe_desc){.op = FMOE_OP_EXPERTS,
+                     .dtype = c.dtype,
+                     .H = c.H,
+                     .I = c.I,
+                     .E = c.E,
+                     .k = c.k,
+                     .act = c.act,
+                     .flags = c.flags,
                      .act_limit = (float)c.limit};
-    const bool gated = c.act < FMOE_ACT_SILU, bias = c.flags & FMOE_BIAS, lists = c.form >= LISTS, turned = c.form == LISTS_TURNED;
+    const bool gated = c.act < FMOE_ACT_SILU, bias = c.flags & FMOE_BIAS, lists = c.form >= LISTS,
+               turned = c.form == LISTS_TURNED;
     const int64_t hc = gated ? 2 * c.I : c.I;
     l.plan = make_plan(*d, FMOE_ASCEND);
     d->dtype = FMOE_F64;
     l.ref = make_plan(*d, FMOE_CPU);
     d->dtype = c.dtype;
 
-    fmoe_tensor *x = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1), *ids = tensor_new(c.ids ? c.ids : I64, SHAPE(c.T, c.k));
-    fmoe_tensor *p = tensor_new(c.p ? c.p : c.dtype, SHAPE(c.T, c.k)), *dout = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1);
+    fmoe_tensor *x = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1),
+                *ids = tensor_new(c.ids ? c.ids : I64, SHAPE(c.T, c.k));
+    fmoe_tensor *p = tensor_new(c.p ? c.p : c.dtype, SHAPE(c.T, c.k)),
+                *dout = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1);
     for (int64_t i = 0; i < c.T * c.k; i++) {
         double id = (double)test_below(c.E - c.idle);
         if ((c.flags & FMOE_SKIP_NEG1) && test_below(4) == 0) id = -1;
@@ -94,21 +107,38 @@ static inline layer layer_make(layer_case c)
     fmoe_tensor *b1 = bias ? tensor_random(tensor_new(c.dtype, SHAPE(c.E, hc)), 0.5) : NULL;
     fmoe_tensor *b2 = bias ? tensor_random(tensor_new(c.dtype, SHAPE(c.E, c.H)), 0.5) : NULL;
     const int grad = c.grad ? c.grad : c.dtype, dp = c.dp ? c.dp : c.p ? c.p : c.dtype;
-    fmoe_tensor *out = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1), *dx = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1);
+    fmoe_tensor *out = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1),
+                *dx = tensor_random(layer_rows(&c, c.dtype, c.T, c.H), 1);
     fmoe_tensor *dweights = tensor_new(dp, SHAPE(c.T, c.k));
-    fmoe_tensor *dw1 = tensor_random(layer_weight(&c, grad, c.E, hc, c.H), 1), *dw2 = tensor_random(layer_weight(&c, grad, c.E, c.H, c.I), 1);
+    fmoe_tensor *dw1 = tensor_random(layer_weight(&c, grad, c.E, hc, c.H), 1),
+                *dw2 = tensor_random(layer_weight(&c, grad, c.E, c.H, c.I), 1);
     fmoe_tensor *db1 = bias ? tensor_random(tensor_new(grad, SHAPE(c.E, hc)), 1) : NULL;
     fmoe_tensor *db2 = bias ? tensor_random(tensor_new(grad, SHAPE(c.E, c.H)), 1) : NULL;
 
-    l.r = (fmoe_experts_args){.size = sizeof l.r, .x = wide(x), .ids = ids, .weights = wide(p), .out = wide(out), .dout = wide(dout), .dx = wide(dx),
-                              .dweights = wide(dweights), .w = {.w1 = wide(w1), .b1 = wide(b1), .w2 = wide(w2), .b2 = wide(b2)},
+    l.r = (fmoe_experts_args){.size = sizeof l.r,
+                              .x = wide(x),
+                              .ids = ids,
+                              .weights = wide(p),
+                              .out = wide(out),
+                              .dout = wide(dout),
+                              .dx = wide(dx),
+                              .dweights = wide(dweights),
+                              .w = {.w1 = wide(w1), .b1 = wide(b1), .w2 = wide(w2), .b2 = wide(b2)},
                               .dw = {.w1 = wide(dw1), .b1 = wide(db1), .w2 = wide(dw2), .b2 = wide(db2)}};
-    l.a = (fmoe_experts_args){.size = sizeof l.a, .x = to_npu(x), .ids = to_npu(ids), .weights = to_npu(p), .out = to_npu(out),
-                              .dout = to_npu(dout), .dx = to_npu(dx), .dweights = to_npu(dweights)};
+    l.a = (fmoe_experts_args){.size = sizeof l.a,
+                              .x = to_npu(x),
+                              .ids = to_npu(ids),
+                              .weights = to_npu(p),
+                              .out = to_npu(out),
+                              .dout = to_npu(dout),
+                              .dx = to_npu(dx),
+                              .dweights = to_npu(dweights)};
     if (lists) {
-        l.a.w = (fmoe_weights){.gate = gated ? npu_list(w1, 0, c.I, turned, false) : NULL, .up = npu_list(w1, gated ? c.I : 0, c.I, turned, false),
+        l.a.w = (fmoe_weights){.gate = gated ? npu_list(w1, 0, c.I, turned, false) : NULL,
+                               .up = npu_list(w1, gated ? c.I : 0, c.I, turned, false),
                                .down = npu_list(w2, 0, c.H, turned, false)};
-        l.a.dw = (fmoe_weights){.gate = gated ? npu_list(dw1, 0, c.I, turned, !c.apart) : NULL, .up = npu_list(dw1, gated ? c.I : 0, c.I, turned, !c.apart),
+        l.a.dw = (fmoe_weights){.gate = gated ? npu_list(dw1, 0, c.I, turned, !c.apart) : NULL,
+                                .up = npu_list(dw1, gated ? c.I : 0, c.I, turned, !c.apart),
                                 .down = npu_list(dw2, 0, c.H, turned, !c.apart)};
     } else {
         l.a.w = (fmoe_weights){.w1 = to_npu(w1), .b1 = to_npu(b1), .w2 = to_npu(w2), .b2 = to_npu(b2)};
@@ -126,7 +156,8 @@ static inline layer layer_make(layer_case c)
 
 static inline void layer_reference(layer *l)
 {
-    fmoe_run f = run_for(l->ref, FMOE_FORWARD, l->c.T, FMOE_CPU, l->c.forward), b = run_for(l->ref, FMOE_BACKWARD, l->c.T, FMOE_CPU, l->c.backward);
+    fmoe_run f = run_for(l->ref, FMOE_FORWARD, l->c.T, FMOE_CPU, l->c.forward),
+             b = run_for(l->ref, FMOE_BACKWARD, l->c.T, FMOE_CPU, l->c.backward);
     fmoe_experts_args fa = l->r, ba = l->r;
     fa.dout = fa.dx = fa.dweights = NULL;
     memset(&fa.dw, 0, sizeof fa.dw);
@@ -151,7 +182,8 @@ static inline fmoe_status layer_backward(const layer *l, const fmoe_run *run)
 }
 
 /* One matrix of a list of gradients against the reference's stack. */
-static inline void layer_check_list(const layer *l, const fmoe_tensor *list, const fmoe_tensor *stack, int64_t first, int64_t count, double bound)
+static inline void layer_check_list(const layer *l, const fmoe_tensor *list, const fmoe_tensor *stack, int64_t first,
+                                    int64_t count, double bound)
 {
     for (int64_t e = 0; list && e < l->c.E; e++) {
         const fmoe_tensor *part = tensor_view(stack, 1, first, count, 1);
@@ -189,7 +221,8 @@ static inline void layer_free(layer *l)
 static inline void layer_run(layer_case c)
 {
     layer l = layer_make(c);
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, c.forward), b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, c.forward),
+                   b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
     CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
     CHECK_STATUS(layer_backward(&l, &b), FMOE_OK);
     CHECK_EQ(npu.get("syncs"), 0);

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulated NPU for Python: load it before torch, then read its counters.
 
-FMOE_SIM names the folder with the simulator's libraries (tests/ascend_sim, built). Importing this module loads them, so that
-the torch_npu which `import torch` brings along finds CANN's names; it must come before torch.
+FMOE_SIM names the folder with the simulator's libraries (tests/ascend_sim, built). Importing this module loads them, so
+that the torch_npu which `import torch` brings along finds CANN's names; it must come before torch.
 """
 
 from __future__ import annotations

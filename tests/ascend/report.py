@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E402, I001
 """Count LLaMA-Factory's npu_fused_moe and fusedmoe side by side on the simulated NPU, through the real torch_npu.
 
     FMOE_SIM=... python tests/ascend/report.py [docs/ascend.md]
 
-Prints the tables; with a file, replaces what stands there between the two report marks. Nothing is computed: operators are
-only counted, so the sizes are those of the real model.
+Prints the tables; with a file, replaces what stands there between the two report marks. Nothing is computed: operators
+are only counted, so the sizes are those of the real model.
 """
 
 from __future__ import annotations
@@ -47,8 +48,15 @@ def measure(forward, backward, leaves) -> dict:
         del out
         if not last:
             torch.npu.synchronize()
-    return {"fwd": f.launches, "bwd": b.launches, "syncs": f.syncs + b.syncs, "copies": f.copies + b.copies, "bytes": f.bytes + b.bytes,
-            "kept": kept, "trace": (f.trace, b.trace)}  # fmt: skip
+    return {
+        "fwd": f.launches,
+        "bwd": b.launches,
+        "syncs": f.syncs + b.syncs,
+        "copies": f.copies + b.copies,
+        "bytes": f.bytes + b.bytes,
+        "kept": kept,
+        "trace": (f.trace, b.trace),
+    }
 
 
 def layer_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
@@ -65,13 +73,19 @@ def layer_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
         rows[name] = run(rivals.forward_ours)
     fresh("all")
     base = rows.get("LLaMA-Factory 0.9.5")
-    lines = [f"Experts layer, E={E} k={k} H={H} I={I}, bf16, T={T}, int64 ids:", "",
-             "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd | kept for backward |", "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"Experts layer, E={E} k={k} H={H} I={I}, bf16, T={T}, int64 ids:",
+        "",
+        "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd | kept for backward |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, r in rows.items():
         share = f" ({100 * r['bytes'] / base['bytes']:.0f} %)" if base else ""
         memory = f" ({100 * r['kept'] / base['kept']:.0f} %)" if base else ""
-        lines.append(f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {r['bytes'] / 1e6:.0f} MB{share} | "
-                     f"{r['kept'] / 1e6:.1f} MB{memory} |")  # fmt: skip
+        lines.append(
+            f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {r['bytes'] / 1e6:.0f} MB{share} | "
+            f"{r['kept'] / 1e6:.1f} MB{memory} |"
+        )
     return lines
 
 
@@ -97,18 +111,26 @@ def block_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
     block = rivals.Block(H, I, E, k).to(torch.bfloat16).npu()
     x = torch.randn(1, T, H).to(torch.bfloat16).npu().requires_grad_()
     dout = torch.ones(1, T, H).to(torch.bfloat16).npu()
-    lines = [f"Whole block of transformers 4 (router and a list of {E} experts), k={k} H={H} I={I}, bf16, T={T}:", "",
-             "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd |", "|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        f"Whole block of transformers 4 (router and a list of {E} experts), k={k} H={H} I={I}, bf16, T={T}:",
+        "",
+        "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd |",
+        "|---|---|---|---|---|---|",
+    ]
     runs = [("fusedmoe", Qwen3NpuMoeFused)]
     if rivals.original() is not None:
         runs.insert(0, ("LLaMA-Factory 0.9.4 and 0.9.5", rivals.original().Qwen3NpuMoeFused))
     npu.put("count_only", 0)  # the original reads counts back and splits by them: it must be computed
     base = None
     for name, kernel in runs:
-        r = measure(lambda kernel=kernel: kernel.qwen3moe_sparse_moe_block_forward(block, x)[0], lambda out: out.backward(dout),
-                    [x, *block.parameters()])  # fmt: skip
+        r = measure(
+            lambda kernel=kernel: kernel.qwen3moe_sparse_moe_block_forward(block, x)[0],
+            lambda out: out.backward(dout),
+            [x, *block.parameters()],
+        )
         base = base or r
-        lines.append(f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {r['bytes'] / 1e6:.0f} MB ({100 * r['bytes'] / base['bytes']:.0f} %) |")
+        share = f"{r['bytes'] / 1e6:.0f} MB ({100 * r['bytes'] / base['bytes']:.0f} %)"
+        lines.append(f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {share} |")
     npu.put("count_only", 1)
     return lines
 
@@ -116,7 +138,11 @@ def block_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
 def main() -> None:
     torch.npu.set_device(0)
     npu.put("count_only", 1)
-    lines = [f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, fusedmoe {fusedmoe.__version__}, simulated CANN 8.5.0 on Ascend910B2.", ""]
+    lines = [
+        f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, fusedmoe {fusedmoe.__version__}, "
+        "simulated CANN 8.5.0 on Ascend910B2.",
+        "",
+    ]
     for T in (512, 4096):
         lines += layer_table(T, 2048, 768, 128, 8) + [""]
     lines += operators_table(512, 2048, 768, 128, 8) + [""]
@@ -129,7 +155,8 @@ def main() -> None:
     if len(sys.argv) > 1:
         with open(sys.argv[1]) as f:
             page = f.read()
-        page, n = re.subn(re.escape(BEGIN) + ".*?" + re.escape(END), lambda _: f"{BEGIN}\n{text}\n{END}", page, flags=re.S)
+        between = re.escape(BEGIN) + ".*?" + re.escape(END)
+        page, n = re.subn(between, lambda _: f"{BEGIN}\n{text}\n{END}", page, flags=re.S)
         if n != 1:
             raise SystemExit(f"{sys.argv[1]} has no place for the report")
         with open(sys.argv[1], "w") as f:

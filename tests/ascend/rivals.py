@@ -29,7 +29,9 @@ class Layer:
             w1, w2 = torch.randn(E, 2 * I, H, generator=g) / H**0.5, torch.randn(E, H, I, generator=g) / I**0.5
             made = [t.to(dtype).npu() for t in (x, torch.rand(T, k, generator=g), w1, w2, dout)]
         else:  # only counted
-            made = [torch.empty(s, dtype=dtype, device="npu") for s in ((T, H), (T, k), (E, 2 * I, H), (E, H, I), (T, H))]
+            made = [
+                torch.empty(s, dtype=dtype, device="npu") for s in ((T, H), (T, k), (E, 2 * I, H), (E, H, I), (T, H))
+            ]
         self.x, self.p, self.w1, self.w2 = (t.requires_grad_() for t in made[:4])
         self.ids, self.dout = ids.npu(), made[4]
 

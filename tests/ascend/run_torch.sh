@@ -1,14 +1,15 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# The unmodified torch-npu wheel on the simulated NPU: set up an environment of its own, then run the tests in it, or the report.
+# The unmodified torch-npu wheel on the simulated NPU: set up an environment of its own, then run the tests in it, or
+# the report.
 #
 #   tests/ascend/run_torch.sh test            [build folder]
 #   tests/ascend/run_torch.sh report [FILE]   [build folder]     FILE: docs/ascend.md, to write the tables there
 #
-# The environment is made once (build/venv-npu; FMOE_NPU_VENV names another place) and kept: torch_npu loads itself with every
-# `import torch`, so no other test may share it. FMOE_NPU_PYTHON names the interpreter, 3.11 by default: the wheel is for that.
-# Where the wheel cannot be installed everything is skipped, which is said and counted.
+# The environment is made once (build/venv-npu; FMOE_NPU_VENV names another place) and kept: torch_npu loads itself with
+# every `import torch`, so no other test may share it. FMOE_NPU_PYTHON names the interpreter, 3.11 by default: that is
+# what the wheel is for. Where it cannot be installed everything is skipped, which is said and counted.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 2
 what=${1:-test}
@@ -43,15 +44,19 @@ if [ "$(cat "$venv/.made-of" 2>/dev/null)" != "$pins" ]; then
         tail -5 "$log"
         skip "torch-npu 2.13.0 cannot be installed with $("$python" --version 2>&1)"
     fi
-    "$venv/bin/pip" install -q --no-deps llamafactory==0.9.5 >>"$log" 2>&1 || echo "llamafactory 0.9.5 cannot be installed: its tests are skipped"
+    "$venv/bin/pip" install -q --no-deps llamafactory==0.9.5 >>"$log" 2>&1 ||
+        echo "llamafactory 0.9.5 cannot be installed: its tests are skipped"
     echo "$pins" >"$venv/.made-of"
 fi
 
 # The package itself, whenever a source has changed.
-newest=$(find include src python pyproject.toml CMakeLists.txt cmake -type f -newer "$venv/.package" 2>/dev/null | head -1)
+sources="include src python pyproject.toml CMakeLists.txt cmake"
+# shellcheck disable=SC2086
+newest=$(find $sources -type f -newer "$venv/.package" 2>/dev/null | head -1)
 if [ ! -f "$venv/.package" ] || [ -n "$newest" ]; then
     touch "$venv/.package.new"
-    if ! "$venv/bin/pip" install -q --no-deps . -C cmake.define.FMOE_CUDA=OFF -C build-dir="$build/python-npu" >"$log" 2>&1; then
+    if ! "$venv/bin/pip" install -q --no-deps . -C cmake.define.FMOE_CUDA=OFF -C build-dir="$build/python-npu" \
+        >"$log" 2>&1; then
         tail -20 "$log"
         echo "0 passed, 1 failed, 0 skipped"
         exit 1

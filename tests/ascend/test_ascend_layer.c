@@ -54,8 +54,18 @@ NPU_TEST(long_lists)
 
 NPU_TEST(activations)
 {
-    static const int acts[] = {FMOE_ACT_SWIGLU, FMOE_ACT_GEGLU, FMOE_ACT_GEGLU_TANH, FMOE_ACT_REGLU, FMOE_ACT_SWIGLU_CLAMP, FMOE_ACT_SWIGLU_OAI,
-                               FMOE_ACT_SWIGLU_CLAMP_OUT, FMOE_ACT_SILU, FMOE_ACT_GELU, FMOE_ACT_GELU_TANH, FMOE_ACT_RELU, FMOE_ACT_RELU2};
+    static const int acts[] = {FMOE_ACT_SWIGLU,
+                               FMOE_ACT_GEGLU,
+                               FMOE_ACT_GEGLU_TANH,
+                               FMOE_ACT_REGLU,
+                               FMOE_ACT_SWIGLU_CLAMP,
+                               FMOE_ACT_SWIGLU_OAI,
+                               FMOE_ACT_SWIGLU_CLAMP_OUT,
+                               FMOE_ACT_SILU,
+                               FMOE_ACT_GELU,
+                               FMOE_ACT_GELU_TANH,
+                               FMOE_ACT_RELU,
+                               FMOE_ACT_RELU2};
     for (size_t i = 0; i < sizeof acts / sizeof *acts; i++) {
         LAYER(.dtype = FMOE_F32, SIZES, .act = acts[i], .limit = 0.4);
         /* In 16 bits h would fall on the other side of a near limit now and then: here it is far. */
@@ -149,10 +159,12 @@ NPU_TEST(no_tokens)
 NPU_TEST(all_skipped)
 {
     layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .flags = FMOE_SKIP_NEG1});
-    fmoe_tensor *ids = tensor_fill(tensor_new(I64, SHAPE(17, 3)), -1), *p = tensor_fill(tensor_new(FMOE_F32, SHAPE(17, 3)), NAN);
+    fmoe_tensor *ids = tensor_fill(tensor_new(I64, SHAPE(17, 3)), -1),
+                *p = tensor_fill(tensor_new(FMOE_F32, SHAPE(17, 3)), NAN);
     l.a.ids = to_npu(ids);
     l.a.weights = to_npu(p);
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0), b = run_for(l.plan, FMOE_BACKWARD, 17, FMOE_ASCEND, 0);
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0),
+                   b = run_for(l.plan, FMOE_BACKWARD, 17, FMOE_ASCEND, 0);
     CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
     CHECK_STATUS(layer_backward(&l, &b), FMOE_OK);
     const fmoe_tensor *zero[] = {l.a.out, l.a.dx, l.a.dweights, l.a.dw.w1, l.a.dw.w2};
@@ -167,7 +179,8 @@ NPU_TEST(single_gradients)
         for (int keep = 0; keep < 2; keep++) {
             setenv("FMOE_ASCEND_KEEP", keep ? "lean" : "all", 1);
             layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES});
-            const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0), b = run_for(l.plan, FMOE_BACKWARD, 17, FMOE_ASCEND, 0);
+            const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0),
+                           b = run_for(l.plan, FMOE_BACKWARD, 17, FMOE_ASCEND, 0);
             if (which != 0) l.a.dx = NULL;
             if (which != 1) l.a.dweights = NULL;
             if (which != 2) l.a.dw.w1 = NULL;

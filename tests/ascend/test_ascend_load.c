@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * test_ascend_load.c - what is said when CANN, a symbol or a device is missing. Each case is a process of its own: libraries
- * are looked for once. */
+ * test_ascend_load.c - what is said when CANN, a symbol or a device is missing. Each case is a process of its own:
+ * libraries are looked for once. */
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -18,7 +18,14 @@ static fmoe_status ask(const char *const *variables, int n)
     REQUIRE(child >= 0);
     if (child == 0) {
         for (int i = 0; i < n; i += 2) setenv(variables[i], variables[i + 1], 1);
-        fmoe_desc d = {.size = sizeof d, .op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .device = {FMOE_ASCEND, 0}, .H = 8, .I = 8, .E = 4, .k = 2};
+        fmoe_desc d = {.size = sizeof d,
+                       .op = FMOE_OP_EXPERTS,
+                       .dtype = FMOE_BF16,
+                       .device = {FMOE_ASCEND, 0},
+                       .H = 8,
+                       .I = 8,
+                       .E = 4,
+                       .k = 2};
         fmoe_plan p = 0;
         char text[2048] = "";
         const fmoe_status s = fmoe_plan_create(&p, &d);
@@ -39,7 +46,8 @@ static fmoe_status ask(const char *const *variables, int n)
     return (fmoe_status)text[0];
 }
 
-#define ASK(...) ask((const char *const[]){__VA_ARGS__}, (int)(sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *)))
+#define ASK(...)                                                                                                       \
+    ask((const char *const[]){__VA_ARGS__}, (int)(sizeof((const char *const[]){__VA_ARGS__}) / sizeof(char *)))
 #define HAS(part) (strstr(answer, part) ? (void)0 : TEST_FAIL("\"%s\" has no \"%s\"", answer, part))
 
 TEST(no_cann)

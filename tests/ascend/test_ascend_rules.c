@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0
- * test_ascend_rules.c - what the backend promises beside numbers: launches, bytes, no synchronisation, everything released
- * whatever fails, results that do not depend on when the device gets to work, clear refusals. */
+ * test_ascend_rules.c - what the backend promises beside numbers: launches, bytes, no synchronisation, everything
+ * released whatever fails, results that do not depend on when the device gets to work, clear refusals. */
 #include "layer.h"
 
 static bool newest(void) { return !strstr(getenv("FMOE_ASCEND_PATH"), "cann81"); }
 
 /* ---- Launches and bytes ---- */
 
-typedef struct { int64_t forward, backward, read, written, saved; } counts;
+typedef struct {
+    int64_t forward, backward, read, written, saved;
+} counts;
 
 static counts count_layer(layer_case c)
 {
     counts n = {0};
     layer l = layer_make(c);
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, 0), b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, 0),
+                   b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
     npu.reset();
     CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
     n.forward = npu.get("launches");
@@ -43,51 +46,61 @@ NPU_TEST(launches)
     n = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .p = FMOE_F32}); /* f32 routing weights cost nothing */
     CHECK_EQ(n.forward, 6 + extra);
     CHECK_EQ(n.backward, 7);
-    n = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .grad = FMOE_F32, .backward = FMOE_ACCUMULATE}); /* one running sum */
+    n = count_layer(
+        (layer_case){.dtype = FMOE_BF16, QWEN, .grad = FMOE_F32, .backward = FMOE_ACCUMULATE}); /* one running sum */
     CHECK_EQ(n.backward, 8);
     n = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .form = TURNED});
     CHECK_EQ(n.forward, 6 + extra);
     CHECK_EQ(n.backward, 7);
-    n = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .form = LISTS}); /* gates, ups and a join instead of one product */
+    n = count_layer(
+        (layer_case){.dtype = FMOE_BF16, QWEN, .form = LISTS}); /* gates, ups and a join instead of one product */
     CHECK_EQ(n.forward, 8 + extra);
     CHECK_EQ(n.backward, 12);
 }
 
-/* Lean: at most six launches more, and at most 45 % of the (2H + 3I) * n elements LLaMA-Factory 0.9.5 keeps, x counted. */
+/* Lean: at most six launches more, and at most 45 % of the (2H + 3I) * n elements LLaMA-Factory 0.9.5 keeps, x counted.
+ */
 NPU_TEST(lean_memory)
 {
     setenv("FMOE_ASCEND_KEEP", "lean", 1);
     const counts n = count_layer((layer_case){.dtype = FMOE_BF16, QWEN});
     const int64_t rows = 64 * 8, theirs = (2 * 256 + 3 * 96) * rows * 2, ours = n.saved + 64 * 256 * 2;
-    printf("  lean: %" PRId64 " launches backward, %.1f %% of (2H + 3I) n kept\n", n.backward, 100.0 * (double)ours / (double)theirs);
+    printf("  lean: %" PRId64 " launches backward, %.1f %% of (2H + 3I) n kept\n", n.backward,
+           100.0 * (double)ours / (double)theirs);
     CHECK(n.backward <= 13);
     CHECK(100 * ours <= 45 * theirs);
     setenv("FMOE_ASCEND_KEEP", "all", 1);
     unsetenv("FMOE_ASCEND_KEEP");
 }
 
-/* Bytes of forward and backward at Qwen3-30B-A3B's own sizes, T = 512: counted, not computed. What LLaMA-Factory 0.9.5 moves
- * is the same chain plus its casts and counts, and every weight gradient read and written once more. */
+/* Bytes of forward and backward at Qwen3-30B-A3B's own sizes, T = 512: counted, not computed. What LLaMA-Factory 0.9.5
+ * moves is the same chain plus its casts and counts, and every weight gradient read and written once more. */
 NPU_TEST(bytes)
 {
     const int64_t T = 512, H = 2048, I = 768, E = 128, k = 8, n = T * k, es = 2;
     npu.set("count_only", 1);
     fmoe_desc d = {.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = H, .I = I, .E = E, .k = k};
     fmoe_plan plan = make_plan(d, FMOE_ASCEND);
-    struct { int64_t shape[3]; int ndim, dtype; } want[] = {{{T, H, 0}, 2, FMOE_BF16}, {{T, k, 0}, 2, I64}, {{T, k, 0}, 2, FMOE_BF16}, {{E, 2 * I, H}, 3, FMOE_BF16},
-        {{E, H, I}, 3, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16}, {{T, k, 0}, 2, FMOE_BF16},
-        {{E, 2 * I, H}, 3, FMOE_BF16}, {{E, H, I}, 3, FMOE_BF16}};
+    struct {
+        int64_t shape[3];
+        int ndim, dtype;
+    } want[] = {{{T, H, 0}, 2, FMOE_BF16},     {{T, k, 0}, 2, I64},       {{T, k, 0}, 2, FMOE_BF16},
+                {{E, 2 * I, H}, 3, FMOE_BF16}, {{E, H, I}, 3, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16},
+                {{T, H, 0}, 2, FMOE_BF16},     {{T, H, 0}, 2, FMOE_BF16}, {{T, k, 0}, 2, FMOE_BF16},
+                {{E, 2 * I, H}, 3, FMOE_BF16}, {{E, H, I}, 3, FMOE_BF16}};
     fmoe_tensor *t[11];
     for (int i = 0; i < 11; i++) {
         t[i] = tensor_over(NULL, want[i].dtype, want[i].ndim, want[i].shape, NULL);
         t[i]->device = (fmoe_device){FMOE_ASCEND, 0};
         t[i]->data = npu_alloc(tensor_span(t[i]));
     }
-    fmoe_experts_args a = {.size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = {.w1 = t[3], .w2 = t[4]}, .out = t[5]};
+    fmoe_experts_args a = {
+        .size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = {.w1 = t[3], .w2 = t[4]}, .out = t[5]};
     CHECK_STATUS(fmoe_saved_bytes(plan, T, &a.saved_bytes), FMOE_OK);
     char *at = npu_alloc(a.saved_bytes + 255);
     a.saved = at + (256 - (uintptr_t)at % 256) % 256;
-    const fmoe_run f = run_for(plan, FMOE_FORWARD, T, FMOE_ASCEND, 0), b = run_for(plan, FMOE_BACKWARD, T, FMOE_ASCEND, 0);
+    const fmoe_run f = run_for(plan, FMOE_FORWARD, T, FMOE_ASCEND, 0),
+                   b = run_for(plan, FMOE_BACKWARD, T, FMOE_ASCEND, 0);
     npu.reset();
     CHECK_STATUS(fmoe_experts_forward(plan, &a, &f), FMOE_OK);
     a.out = NULL;
@@ -98,8 +111,10 @@ NPU_TEST(bytes)
     CHECK_STATUS(fmoe_experts_backward(plan, &a, &b), FMOE_OK);
     const int64_t ours = npu.get("bytes_read") + npu.get("bytes_written");
     const int64_t again = 2 * 3 * E * I * H * es, theirs = ours + again; /* their casts and histogram are left out */
-    printf("  forward + backward: %.0f MB here, %.0f MB with the weight gradients turned afterwards: %.1f %%; kept %.0f MB\n", 1e-6 * (double)ours,
-           1e-6 * (double)theirs, 100.0 * (double)ours / (double)theirs, 1e-6 * (double)a.saved_bytes);
+    printf("  forward + backward: %.0f MB here, %.0f MB with the weight gradients turned afterwards: %.1f %%; kept "
+           "%.0f MB\n",
+           1e-6 * (double)ours, 1e-6 * (double)theirs, 100.0 * (double)ours / (double)theirs,
+           1e-6 * (double)a.saved_bytes);
     CHECK(100 * ours <= 65 * theirs);
     CHECK(a.saved_bytes <= (size_t)((2 * H + 3 * I) * n * es) + ((size_t)1 << 20));
     fmoe_plan_destroy(&plan);
@@ -113,7 +128,8 @@ NPU_TEST(bytes)
 static void sweep(layer_case c, const char *function)
 {
     layer l = layer_make(c);
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, c.forward), b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, c.T, FMOE_ASCEND, c.forward),
+                   b = run_for(l.plan, FMOE_BACKWARD, c.T, FMOE_ASCEND, c.backward);
     for (int pass = 0; pass < 2; pass++) {
         int64_t n = 1;
         for (;; n++) {
@@ -124,10 +140,13 @@ static void sweep(layer_case c, const char *function)
             npu.fail("", 0, 0);
             if (s == FMOE_OK && npu.get("injected") == before) break;
             if (s == FMOE_OK) continue; /* aclrtGetDevice may fail: the device is set then */
-            if (s != FMOE_ERR_DEVICE || !strstr(fmoe_last_error(), "Ascend: acl")) TEST_FAIL("call %" PRId64 ": %s: %s", n, fmoe_status_string(s), fmoe_last_error());
-            static const char *const live[] = {"live_tensors", "live_lists", "live_scalars", "live_arrays", "live_executors"};
+            if (s != FMOE_ERR_DEVICE || !strstr(fmoe_last_error(), "Ascend: acl"))
+                TEST_FAIL("call %" PRId64 ": %s: %s", n, fmoe_status_string(s), fmoe_last_error());
+            static const char *const live[] = {"live_tensors", "live_lists", "live_scalars", "live_arrays",
+                                               "live_executors"};
             for (int i = 0; i < 5; i++)
-                if (npu.get(live[i])) TEST_FAIL("call %" PRId64 " failed, %s is %" PRId64, n, live[i], npu.get(live[i]));
+                if (npu.get(live[i]))
+                    TEST_FAIL("call %" PRId64 " failed, %s is %" PRId64, n, live[i], npu.get(live[i]));
         }
         CHECK(n > 3);
     }
@@ -143,7 +162,8 @@ NPU_TEST(every_call_fails)
     sweep((layer_case){.dtype = FMOE_BF16, SMALL}, "*");
     sweep((layer_case){.dtype = FMOE_F32, SMALL, .flags = FMOE_BIAS | FMOE_INTERLEAVED | FMOE_RECOMPUTE}, "*");
     sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_SKIP_NEG1, .form = LISTS, .grad = FMOE_F32}, "*");
-    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_BIAS, .grad = FMOE_F32, .gaps = true}, "aclCreateTensor");
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_BIAS, .grad = FMOE_F32, .gaps = true},
+          "aclCreateTensor");
 }
 
 /* The same while a plan asks how much workspace it needs. */
@@ -200,7 +220,8 @@ NPU_TEST(delays)
         test_state = 77;
         npu.set("delay_us", delay);
         layer l = layer_make((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_SKIP_NEG1, .p = FMOE_F32});
-        const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 5, FMOE_ASCEND, 0), b = run_for(l.plan, FMOE_BACKWARD, 5, FMOE_ASCEND, 0);
+        const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 5, FMOE_ASCEND, 0),
+                       b = run_for(l.plan, FMOE_BACKWARD, 5, FMOE_ASCEND, 0);
         CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
         CHECK_STATUS(layer_backward(&l, &b), FMOE_OK);
         layer_free(&l); /* plans may go before the device is done */
@@ -224,27 +245,38 @@ static void refuse(fmoe_desc d, fmoe_status want, const char *text)
 
 NPU_TEST(refusals)
 {
-    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 70000, .I = 8, .E = 4, .k = 2}, FMOE_ERR_UNSUPPORTED, "H is 70000");
-    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 40000, .E = 4, .k = 2}, FMOE_ERR_UNSUPPORTED, "2I is 80000");
-    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 2000, .k = 2}, FMOE_ERR_UNSUPPORTED, "E is 2000");
-    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2, .device = {FMOE_ASCEND, 5}}, FMOE_ERR_BACKEND, "device 5");
+    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 70000, .I = 8, .E = 4, .k = 2},
+           FMOE_ERR_UNSUPPORTED, "H is 70000");
+    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 40000, .E = 4, .k = 2},
+           FMOE_ERR_UNSUPPORTED, "2I is 80000");
+    refuse((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 2000, .k = 2},
+           FMOE_ERR_UNSUPPORTED, "E is 2000");
+    refuse(
+        (fmoe_desc){
+            .op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2, .device = {FMOE_ASCEND, 5}},
+        FMOE_ERR_BACKEND, "device 5");
 }
 
 /* More rows than the permutation can number: sizes are told, the run is refused. */
 NPU_TEST(too_many_rows)
 {
     const int64_t T = 10000000, k = 2, H = 1;
-    fmoe_plan plan = make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = H, .I = 1, .E = 2, .k = k}, FMOE_ASCEND);
+    fmoe_plan plan =
+        make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = H, .I = 1, .E = 2, .k = k}, FMOE_ASCEND);
     npu.set("count_only", 1);
-    struct { int64_t shape[3]; int ndim, dtype; } want[] = {{{T, H, 0}, 2, FMOE_BF16}, {{T, k, 0}, 2, I32}, {{T, k, 0}, 2, FMOE_BF16}, {{2, 2, H}, 3, FMOE_BF16},
-                                                            {{2, H, 1}, 3, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16}};
+    struct {
+        int64_t shape[3];
+        int ndim, dtype;
+    } want[] = {{{T, H, 0}, 2, FMOE_BF16}, {{T, k, 0}, 2, I32},       {{T, k, 0}, 2, FMOE_BF16},
+                {{2, 2, H}, 3, FMOE_BF16}, {{2, H, 1}, 3, FMOE_BF16}, {{T, H, 0}, 2, FMOE_BF16}};
     fmoe_tensor *t[6];
     for (int i = 0; i < 6; i++) {
         t[i] = tensor_over(NULL, want[i].dtype, want[i].ndim, want[i].shape, NULL);
         t[i]->device = (fmoe_device){FMOE_ASCEND, 0};
         t[i]->data = npu_alloc(tensor_span(t[i]));
     }
-    const fmoe_experts_args a = {.size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = {.w1 = t[3], .w2 = t[4]}, .out = t[5]};
+    const fmoe_experts_args a = {
+        .size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = {.w1 = t[3], .w2 = t[4]}, .out = t[5]};
     const fmoe_run f = run_for(plan, FMOE_FORWARD, T, FMOE_ASCEND, 0);
     CHECK_STATUS(fmoe_experts_forward(plan, &a, &f), FMOE_ERR_UNSUPPORTED);
     CHECK_ERROR_HAS("16777214");
@@ -267,7 +299,8 @@ NPU_TEST(strided_weights)
 NPU_TEST(description)
 {
     char text[2000];
-    fmoe_plan plan = make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2}, FMOE_ASCEND);
+    fmoe_plan plan =
+        make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2}, FMOE_ASCEND);
     CHECK(fmoe_plan_describe(plan, text, sizeof text) < sizeof text);
     CHECK(strstr(text, newest() ? "aclnnGroupedMatmulV5" : "V5 is not there"));
     CHECK(strstr(text, newest() ? "aclnnMoeInitRoutingV3" : "V3 is not there"));
@@ -277,7 +310,8 @@ NPU_TEST(description)
 /* Another current device is put back. */
 NPU_TEST(current_device)
 {
-    fmoe_plan plan = make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2}, FMOE_ASCEND);
+    fmoe_plan plan =
+        make_plan((fmoe_desc){.op = FMOE_OP_EXPERTS, .dtype = FMOE_BF16, .H = 8, .I = 8, .E = 8, .k = 2}, FMOE_ASCEND);
     size_t bytes;
     int32_t now = -1;
     int (*get_device)(int32_t *);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * test_sim.c - the simulator itself: that it computes what CANN's documentation says, and notices what a device would not. */
+ * test_sim.c - the simulator itself: that it computes what CANN's documentation says, and notices what a device would
+ * not. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,8 +14,8 @@ static struct {
     int (*drop)(void *), (*drop_list)(void *), (*drop_executor)(void *);
     void *(*list)(void *const *, uint64_t);
     int (*swiglu)(void *, int64_t, void *, uint64_t *, void **);
-    int (*gmm)(void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, int64_t, int64_t, int64_t, int64_t,
-               void *, void *, void *, uint64_t *, void **);
+    int (*gmm)(void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, int64_t,
+               int64_t, int64_t, int64_t, void *, void *, void *, uint64_t *, void **);
     phase2 run_swiglu, run_gmm;
     int (*memset_async)(void *, size_t, int32_t, size_t, void *);
 } cann;
@@ -113,13 +114,14 @@ NPU_TEST(views)
     cann.drop(a);
 }
 
-/* Phase 1 of a grouped product of 4 rows in 2 groups, K 8, N 4; what the group list and the weight are is the caller's. */
+/* Phase 1 of a grouped product of 4 rows in 2 groups, K 8, N 4; what the group list and the weight are is the caller's.
+ */
 static int product(void *x, void *w, void *groups, int64_t type, void *y)
 {
     void *lx = cann.list(&x, 1), *lw = cann.list(&w, 1), *ly = cann.list(&y, 1), *executor = NULL;
     uint64_t bytes = 0;
-    const int code = cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, type == 2 ? 3 : 2, type, 1, 0, ly, NULL, NULL, &bytes,
-                              &executor);
+    const int code = cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, type == 2 ? 3 : 2,
+                              type, 1, 0, ly, NULL, NULL, &bytes, &executor);
     if (code == 0) cann.drop_executor(executor);
     cann.drop_list(lx);
     cann.drop_list(lw);
@@ -135,32 +137,44 @@ NPU_TEST(grouped_matmul_rules)
     const int64_t stacked[3] = {2, 8, 4}, turned[3] = {32, 1, 8}, storage = 64;
 #define STACK(strides) cann.tensor(stacked, 3, F32, strides, 0, ND, &storage, 1, p)
     CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(NULL), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)), 0);
-    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(turned), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)), 0);
+    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(turned), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)),
+             0);
     CHECK_EQ(npu.get("hidden_copies"), 0);
-    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(NULL), packed(INT32_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)), 161002); /* int32 list */
-    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(NULL), packed(INT64_, p, 3, 0, 0), 0, packed(F32, p, 4, 4, 0)), 161002); /* 3 entries */
-    CHECK_EQ(product(view2(F32, p, 4, 8, 10, 1, 64), STACK(NULL), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)), 0);
+    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(NULL), packed(INT32_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)),
+             161002); /* int32 list */
+    CHECK_EQ(product(packed(F32, p, 4, 8, 0), STACK(NULL), packed(INT64_, p, 3, 0, 0), 0, packed(F32, p, 4, 4, 0)),
+             161002); /* 3 entries */
+    CHECK_EQ(
+        product(view2(F32, p, 4, 8, 10, 1, 64), STACK(NULL), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)),
+        0);
     CHECK_EQ(npu.get("hidden_copies"), 1); /* rows with gaps are copied behind the caller's back */
-    CHECK_EQ(product(view2(F32, p, 8, 4, 1, 8, 64), packed(F32, p, 4, 4, 0), packed(INT64_, p, 2, 0, 0), 2, packed(F32, p, 2, 8, 4)), 0);
-    CHECK_EQ(product(packed(F32, p, 8, 4, 0), packed(F32, p, 4, 4, 0), packed(INT64_, p, 2, 0, 0), 2, packed(F32, p, 2, 8, 4)), 161002); /* x as it is */
+    CHECK_EQ(product(view2(F32, p, 8, 4, 1, 8, 64), packed(F32, p, 4, 4, 0), packed(INT64_, p, 2, 0, 0), 2,
+                     packed(F32, p, 2, 8, 4)),
+             0);
+    CHECK_EQ(product(packed(F32, p, 8, 4, 0), packed(F32, p, 4, 4, 0), packed(INT64_, p, 2, 0, 0), 2,
+                     packed(F32, p, 2, 8, 4)),
+             161002); /* x as it is */
     CHECK_EQ(violations(), 0);
 }
 
 NPU_TEST(rows_past_the_total_are_not_written)
 {
     load();
-    const float ones[64] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+    const float ones[64] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                            1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
     const int64_t counts[2] = {1, 2};
     float *x = npu_alloc(128), *w = npu_alloc(256), *y = npu_alloc(64), back[16];
     int64_t *g = npu_alloc(16);
     npu.copy(x, 128, ones, 128, 1);
     npu.copy(w, 256, ones, 256, 1);
     npu.copy(g, 16, counts, 16, 1);
-    void *tx = packed(F32, x, 4, 8, 0), *tw = packed(F32, w, 2, 8, 4), *tg = packed(INT64_, g, 2, 0, 0), *ty = packed(F32, y, 4, 4, 0);
+    void *tx = packed(F32, x, 4, 8, 0), *tw = packed(F32, w, 2, 8, 4), *tg = packed(INT64_, g, 2, 0, 0),
+         *ty = packed(F32, y, 4, 4, 0);
     void *lx = cann.list(&tx, 1), *lw = cann.list(&tw, 1), *ly = cann.list(&ty, 1), *executor;
     uint64_t bytes;
-    REQUIRE(cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, tg, NULL, NULL, NULL, 2, 0, 1, 0, ly, NULL, NULL, &bytes, &executor) == 0);
+    REQUIRE(cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, tg, NULL, NULL, NULL, 2, 0, 1, 0, ly, NULL, NULL,
+                     &bytes, &executor) == 0);
     CHECK(bytes > 0);
     CHECK_EQ(cann.run_gmm(npu_alloc(bytes), bytes, executor, npu.main_stream), 0);
     cann.drop_list(lx); /* after phase 2 they may go */

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real torch_npu on the simulated NPU: fusedmoe's operators, kernel classes and models, beside LLaMA-Factory's original.
+# ruff: noqa: I001
+"""The real torch_npu on the simulated NPU: fusedmoe's operators, kernel classes and models, beside LLaMA-Factory's.
 
 Run with FMOE_SIM set, in an environment that has torch_npu (tests/ascend/run_torch.sh makes one).
 """
@@ -14,7 +15,6 @@ import sys
 import npu  # before torch
 import pytest
 import torch
-import torch_npu
 
 import fusedmoe
 import rivals
@@ -74,7 +74,7 @@ def test_same_as_the_original(dtype):
     layer = rivals.Layer(40, 64, 48, 16, 4, dtype)
     ours, theirs = gradients(layer, rivals.forward_ours), gradients(layer, rivals.forward_original)
     for a, b in zip(ours, theirs, strict=True):
-        assert distance(a, b) < UNIT[dtype]
+        assert torch.equal(a.cpu(), b.cpu())  # the same operators on the same rows: the same bits
 
 
 def test_launches():
@@ -148,7 +148,7 @@ def test_gmm_functions():
         assert distance(a, b) < 1e-5
     want, got = [], []
     for device, store in (("cpu", want), ("npu", got)):
-        xs = [torch.randn(m, 16, generator=torch.Generator().manual_seed(m)).to(device).clone().requires_grad_() for m in (3, 0, 5)]
+        xs = [t.detach().to(device).clone().requires_grad_() for t in x.split((3, 0, 5, 12))[:3]]
         ws = [t.detach().to(device).clone().requires_grad_() for t in w[:3]]
         ys = fusedmoe.HybridGmmFunction.apply(3, *xs, *ws)
         torch.cat(ys).square().sum().backward()
@@ -198,7 +198,9 @@ print("digest", digest.hexdigest())
 
 def digest(mode: str, phase2: int, delay: int) -> str:
     code = QUEUE_CASE.format(here=HERE, phase2=phase2, delay=delay)
-    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "TASK_QUEUE_ENABLE": mode}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TASK_QUEUE_ENABLE": mode}, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.split("digest ")[1].strip()
 
@@ -231,15 +233,31 @@ def tiny(kind: str):
     import transformers
 
     torch.manual_seed(0)
-    text = dict(vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=8, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1)  # fmt: skip
+    text = dict(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    )
     if kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(**text, architectures=["Qwen3MoeForCausalLM"])
         config._attn_implementation = "eager"
         return transformers.Qwen3MoeForCausalLM(config)
     text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0])
-    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision, architectures=["Qwen3VLMoeForConditionalGeneration"])
+    vision = dict(
+        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0]
+    )
+    config = transformers.Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision, architectures=["Qwen3VLMoeForConditionalGeneration"]
+    )
     for c in (config, config.text_config, config.vision_config):
         c._attn_implementation = "eager"
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
@@ -257,11 +275,10 @@ def train(model, ids: torch.Tensor, steps: int = 2) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_vl_moe"])
-@pytest.mark.parametrize("how", ["kernel", "implementation"])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("qwen3_moe", "kernel"), ("qwen3_vl_moe", "kernel"), ("qwen3_moe", "implementation")]
+)
 def test_training_step(kind, how):
-    if how == "implementation" and kind != "qwen3_moe":
-        pytest.skip("one model is enough for the implementation's name")
     cpu = tiny(kind)
     dev = copy.deepcopy(cpu).npu()
     if how == "kernel":

@@ -11,10 +11,19 @@
 size_t sim_dtype_size(int dtype)
 {
     switch (dtype) {
-    case ACL_FLOAT: case ACL_INT32: case ACL_UINT32: return 4;
-    case ACL_FLOAT16: case ACL_BF16: case ACL_INT16: case ACL_UINT16: return 2;
-    case ACL_INT8: case ACL_UINT8: case ACL_BOOL: return 1;
-    case ACL_INT64: case ACL_UINT64: case ACL_DOUBLE: return 8;
+    case ACL_FLOAT:
+    case ACL_INT32:
+    case ACL_UINT32: return 4;
+    case ACL_FLOAT16:
+    case ACL_BF16:
+    case ACL_INT16:
+    case ACL_UINT16: return 2;
+    case ACL_INT8:
+    case ACL_UINT8:
+    case ACL_BOOL: return 1;
+    case ACL_INT64:
+    case ACL_UINT64:
+    case ACL_DOUBLE: return 8;
     default: return 0;
     }
 }
@@ -74,13 +83,24 @@ void sim_abort(sim_exec *e, const char *format, ...)
     e->status = ACL_E_AICORE;
 }
 
-static char *address(const sim_tensor *t) { return (char *)sim_twin(t->data) + (size_t)t->offset * sim_dtype_size(t->dtype); }
+static char *address(const sim_tensor *t)
+{
+    return (char *)sim_twin(t->data) + (size_t)t->offset * sim_dtype_size(t->dtype);
+}
 
 /* One inner row of n elements with a stride, to and from double. */
-#define CASE(code, type, get, put)                                                                       \
-    case code:                                                                                           \
-        if (out) for (int64_t i = 0; i < n; i++) { const type v = ((const type *)p)[i * s]; out[i] = get; } \
-        else for (int64_t i = 0; i < n; i++) { const double d = in[i]; ((type *)p)[i * s] = (type)(put); } \
+#define CASE(code, type, get, put)                                                                                     \
+    case code:                                                                                                         \
+        if (out)                                                                                                       \
+            for (int64_t i = 0; i < n; i++) {                                                                          \
+                const type v = ((const type *)p)[i * s];                                                               \
+                out[i] = get;                                                                                          \
+            }                                                                                                          \
+        else                                                                                                           \
+            for (int64_t i = 0; i < n; i++) {                                                                          \
+                const double d = in[i];                                                                                \
+                ((type *)p)[i * s] = (type)(put);                                                                      \
+            }                                                                                                          \
         break;
 
 static void row(int dtype, void *p, int64_t s, int64_t n, double *out, const double *in)
@@ -115,7 +135,8 @@ static void walk(const sim_tensor *t, double *out, const double *in)
     for (int64_t done = 0; done < total; done += n) {
         int64_t at = 0;
         for (int d = 0; d < inner; d++) at += index[d] * t->strides[d];
-        row(t->dtype, address(t) + (size_t)at * size, t->strides[inner], n, out ? out + done : NULL, in ? in + done : NULL);
+        row(t->dtype, address(t) + (size_t)at * size, t->strides[inner], n, out ? out + done : NULL,
+            in ? in + done : NULL);
         for (int d = inner - 1; d >= 0 && ++index[d] == t->dims[d]; d--) index[d] = 0;
     }
 }
@@ -156,8 +177,10 @@ float *sim_to_float(sim_exec *e, const sim_tensor *t, int64_t index0, int64_t co
     if (n > 0 && sim_contiguous(&part) && t->dtype != ACL_DOUBLE) {
         const void *p = address(&part);
         if (t->dtype == ACL_FLOAT) memcpy(out, p, (size_t)n * 4);
-        else if (t->dtype == ACL_BF16) for (int64_t i = 0; i < n; i++) out[i] = fmoe_bf16_to_float(((const uint16_t *)p)[i]);
-        else for (int64_t i = 0; i < n; i++) out[i] = fmoe_f16_to_float(((const uint16_t *)p)[i]);
+        else if (t->dtype == ACL_BF16)
+            for (int64_t i = 0; i < n; i++) out[i] = fmoe_bf16_to_float(((const uint16_t *)p)[i]);
+        else
+            for (int64_t i = 0; i < n; i++) out[i] = fmoe_f16_to_float(((const uint16_t *)p)[i]);
         return out;
     }
     double *wide = malloc((size_t)(n ? n : 1) * sizeof *wide);
@@ -195,7 +218,8 @@ void sim_store_part(sim_exec *e, int tensor, int64_t index0, int64_t count0, con
     if (sim_contiguous(&t) && (t.dtype == ACL_FLOAT || t.dtype == ACL_BF16)) {
         void *p = address(&t);
         if (t.dtype == ACL_FLOAT) memcpy(p, values, (size_t)n * 4);
-        else for (int64_t i = 0; i < n; i++) ((uint16_t *)p)[i] = fmoe_float_to_bf16(values[i]);
+        else
+            for (int64_t i = 0; i < n; i++) ((uint16_t *)p)[i] = fmoe_float_to_bf16(values[i]);
         return;
     }
     double *wide = malloc((size_t)n * sizeof *wide);
@@ -219,7 +243,8 @@ void sim_store_int(sim_exec *e, int tensor, const int64_t *values)
     sim_store(e, tensor, wide);
 }
 
-/* ---- Matrix product. Plain loops that the compiler turns into vector code; one clone for each instruction set. ---- */
+/* ---- Matrix product. Plain loops that the compiler turns into vector code; one clone for each instruction set. ----
+ */
 
 #if defined(__x86_64__)
 #define CLONES __attribute__((target_clones("avx512f", "avx2,fma", "default")))
@@ -227,7 +252,8 @@ void sim_store_int(sim_exec *e, int tensor, const int64_t *values)
 #define CLONES
 #endif
 
-CLONES static void axpy_rows(int64_t m, int64_t n, int64_t k, const float *a, int64_t si, int64_t sp, const float *b, float *c)
+CLONES static void axpy_rows(int64_t m, int64_t n, int64_t k, const float *a, int64_t si, int64_t sp, const float *b,
+                             float *c)
 {
     /* c[i,:] += a(i,p) * b[p,:], four p at a time */
     for (int64_t i = 0; i < m; i++) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * count.c - what the simulator counts, what it holds against its callers, and failures on request.
  *
- * Counters: launches, bytes_read, bytes_written, syncs, copies_h2d, copies_d2h, copies_d2d, hidden_copies (views an operator
- * silently copies first), violations; live_tensors, live_lists, live_scalars, live_arrays, live_executors, live_allocations,
- * live_bytes, peak_bytes, live_streams, live_events; "aclnnX" or "aclrtX": calls of that function.
+ * Counters: launches, bytes_read, bytes_written, syncs, copies_h2d, copies_d2h, copies_d2d, hidden_copies (views an
+ * operator silently copies first), violations; live_tensors, live_lists, live_scalars, live_arrays, live_executors,
+ * live_allocations, live_bytes, peak_bytes, live_streams, live_events; "aclnnX" or "aclrtX": calls of that function.
  * Switches: delay_us (before each task of a stream), phase2_delay_us (in phase 2 on other threads than the first),
  * count_only (operators are counted, not computed), quiet (violations are counted and not printed). */
 #include <pthread.h>
@@ -17,7 +17,10 @@
 #define MAX_NAMES 1024
 #define TRACE_BYTES (1 << 20)
 
-typedef struct { const char *name; int64_t value; } entry;
+typedef struct {
+    const char *name;
+    int64_t value;
+} entry;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static entry counters[MAX_NAMES], options[32];
@@ -47,7 +50,8 @@ int sim_enter(const char *function)
     int code = 0;
     pthread_mutex_lock(&lock);
     find(counters, MAX_NAMES, function)->value++;
-    const bool releases = strstr(function, "Destroy") || strstr(function, "RecentErrMsg") || strstr(function, "aclrtFree");
+    const bool releases =
+        strstr(function, "Destroy") || strstr(function, "RecentErrMsg") || strstr(function, "aclrtFree");
     if (fail_after > 0 && (fail_name[0] == '*' ? !releases : strcmp(fail_name, function) == 0) && --fail_after == 0) {
         code = fail_code;
         find(counters, MAX_NAMES, "injected")->value++;
@@ -112,7 +116,9 @@ void fmoe_sim_reset(void)
 {
     pthread_mutex_lock(&lock);
     for (int i = 0; i < MAX_NAMES; i++)
-        if (counters[i].name && strncmp(counters[i].name, "live_", 5) != 0 && strcmp(counters[i].name, "violations") != 0) counters[i].value = 0;
+        if (counters[i].name && strncmp(counters[i].name, "live_", 5) != 0 &&
+            strcmp(counters[i].name, "violations") != 0)
+            counters[i].value = 0;
     find(counters, MAX_NAMES, "peak_bytes")->value = find(counters, MAX_NAMES, "live_bytes")->value;
     trace_used = 0;
     trace_text[0] = 0;

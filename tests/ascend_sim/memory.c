@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
- * memory.c - device memory: one file mapped twice. The range whose addresses the callers get has no access rights, so a host
- * that touches it dies as it would on a machine with an NPU; kernels use the twin range. Fresh and freed memory is filled
- * with 0xFF, which is NaN in every floating point type. */
+ * memory.c - device memory: one file mapped twice. The range whose addresses the callers get has no access rights, so a
+ * host that touches it dies as it would on a machine with an NPU; kernels use the twin range. Fresh and freed memory is
+ * filled with 0xFF, which is NaN in every floating point type. */
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -14,7 +14,10 @@
 
 #define TOTAL ((size_t)32 << 30)
 
-typedef struct block { size_t start, bytes; struct block *next; } block; /* sorted by start */
+typedef struct block {
+    size_t start, bytes;
+    struct block *next;
+} block; /* sorted by start */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -89,7 +92,8 @@ aclError sim_free(void *device)
     used -= b->bytes;
     /* Give the pages back; what is left of the edges is poisoned. */
     const size_t page = 4096, first = (b->start + page - 1) / page * page, last = (b->start + b->bytes) / page * page;
-    if (last > first) fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(last - first));
+    if (last > first)
+        fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(last - first));
     else memset(twin_base + b->start, 0xFF, b->bytes);
     pthread_mutex_unlock(&lock);
     sim_add("live_allocations", -1);
@@ -110,7 +114,8 @@ bool sim_is_live(const void *p, size_t bytes)
     const size_t start = (size_t)((const char *)p - device_base);
     bool live = false;
     pthread_mutex_lock(&lock);
-    for (const block *b = blocks; b && !live; b = b->next) live = start >= b->start && start + bytes <= b->start + b->bytes;
+    for (const block *b = blocks; b && !live; b = b->next)
+        live = start >= b->start && start + bytes <= b->start + b->bytes;
     pthread_mutex_unlock(&lock);
     return live;
 }

@@ -11,15 +11,40 @@
 
 typedef enum { TENSOR = 1, LIST, SCALAR, ARRAY, EXECUTOR } kind;
 
-typedef struct object { kind what; struct object *next; } object; /* every object begins with one */
+typedef struct object {
+    kind what;
+    struct object *next;
+} object; /* every object begins with one */
 
-struct aclTensor { object o; sim_tensor t; int format; int pins; bool in_list; };
-struct aclTensorList { object o; aclTensor **member; uint64_t size; };
-struct aclScalar { object o; double value; int dtype; };
-struct aclIntArray { object o; int64_t *value; uint64_t size; };
-struct aclOpExecutor { object o; sim_exec e; };
+struct aclTensor {
+    object o;
+    sim_tensor t;
+    int format;
+    int pins;
+    bool in_list;
+};
+struct aclTensorList {
+    object o;
+    aclTensor **member;
+    uint64_t size;
+};
+struct aclScalar {
+    object o;
+    double value;
+    int dtype;
+};
+struct aclIntArray {
+    object o;
+    int64_t *value;
+    uint64_t size;
+};
+struct aclOpExecutor {
+    object o;
+    sim_exec e;
+};
 
-static const char *const live_name[] = {"", "live_tensors", "live_lists", "live_scalars", "live_arrays", "live_executors"};
+static const char *const live_name[] = {
+    "", "live_tensors", "live_lists", "live_scalars", "live_arrays", "live_executors"};
 
 #define BUCKETS 4096
 static object *table[BUCKETS];
@@ -285,13 +310,17 @@ static int add(sim_exec *e, const aclTensor *x, bool optional, bool in, bool out
         last += (t->dims[i] - 1) * t->strides[i];
     }
     const int f = x->format;
-    sim_check(e, f == ACL_FORMAT_ND || f == ACL_FORMAT_NCL || f == ACL_FORMAT_NCHW || f == ACL_FORMAT_NCDHW || f == ACL_FORMAT_NHWC,
+    sim_check(e,
+              f == ACL_FORMAT_ND || f == ACL_FORMAT_NCL || f == ACL_FORMAT_NCHW || f == ACL_FORMAT_NCDHW ||
+                  f == ACL_FORMAT_NHWC,
               "tensor %d: format %d", n, f);
     if (count > 0) {
-        sim_check(e, t->offset >= 0 && last < t->storage, "tensor %d: the view ends at element %lld of a storage of %lld", n,
-                  (long long)last, (long long)t->storage);
+        sim_check(e, t->offset >= 0 && last < t->storage,
+                  "tensor %d: the view ends at element %lld of a storage of %lld", n, (long long)last,
+                  (long long)t->storage);
         sim_check(e, t->data != NULL, "tensor %d: no data", n);
-        if ((uintptr_t)t->data % 32 != 0) sim_violation("aclnn%s: tensor %d: address %p is not aligned to 32", e->name, n, (void *)t->data);
+        if ((uintptr_t)t->data % 32 != 0)
+            sim_violation("aclnn%s: tensor %d: address %p is not aligned to 32", e->name, n, (void *)t->data);
         const int64_t bytes = count * (int64_t)sim_dtype_size(t->dtype);
         if (in) e->read += bytes;
         if (out) e->written += bytes;
@@ -354,7 +383,11 @@ aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *x)
     return ACL_OK;
 }
 
-typedef struct { aclOpExecutor *x; void *workspace; uint64_t bytes; } job;
+typedef struct {
+    aclOpExecutor *x;
+    void *workspace;
+    uint64_t bytes;
+} job;
 
 static void run_task(void *arg)
 {
@@ -367,7 +400,8 @@ static void run_task(void *arg)
         for (int d = 0; d < t->ndim; d++) last += (t->dims[d] - 1) * t->strides[d];
         const size_t size = sim_dtype_size(t->dtype);
         if (!sim_is_live(t->data + (size_t)t->offset * size, (size_t)(last - t->offset + 1) * size)) {
-            sim_violation("aclnn%s: tensor %d (%p) is not in allocated device memory when it runs", e->name, i, (void *)t->data);
+            sim_violation("aclnn%s: tensor %d (%p) is not in allocated device memory when it runs", e->name, i,
+                          (void *)t->data);
             sim_stream_error(ACL_E_AICORE);
             e->status = ACL_E_AICORE;
         }
@@ -414,12 +448,15 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
         return ACLNN_E_INNER_NULL;
     }
     if (bytes < e->workspace || (e->workspace && !workspace)) {
-        sim_message("%s: workspace of %llu bytes, %llu are needed", function, (unsigned long long)bytes, (unsigned long long)e->workspace);
-        sim_violation("%s: workspace of %llu bytes, %llu are needed", function, (unsigned long long)bytes, (unsigned long long)e->workspace);
+        sim_message("%s: workspace of %llu bytes, %llu are needed", function, (unsigned long long)bytes,
+                    (unsigned long long)e->workspace);
+        sim_violation("%s: workspace of %llu bytes, %llu are needed", function, (unsigned long long)bytes,
+                      (unsigned long long)e->workspace);
         if (!e->repeatable) destroy_executor(x);
         return ACLNN_E_PARAM;
     }
-    if (e->workspace && (uintptr_t)workspace % 32 != 0) sim_violation("%s: workspace %p is not aligned to 32", function, workspace);
+    if (e->workspace && (uintptr_t)workspace % 32 != 0)
+        sim_violation("%s: workspace %p is not aligned to 32", function, workspace);
     for (int i = 0; i < e->nt; i++) {
         const sim_tensor *t = &e->t[i];
         if (t->present && sim_numel(t) > 0 && !sim_is_device(t->data)) {

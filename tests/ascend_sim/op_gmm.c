@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  * op_gmm.c - GroupedMatmul in its versions, GroupedMatmulAdd, Mm, Matmul, BatchMatMul.
  *
- * The rules checked are those documented for A2/A3 (910B): one dtype, lists of at most 128, group lists of at most 1024 int64
- * values on the device, inner dimensions below 65536, transposition seen in the strides of the last two dimensions. */
+ * The rules checked are those documented for A2/A3 (910B): one dtype, lists of at most 128, group lists of at most 1024
+ * int64 values on the device, inner dimensions below 65536, transposition seen in the strides of the last two
+ * dimensions. */
 #include <string.h>
 
 #include "sim.h"
@@ -39,7 +40,8 @@ static int64_t group_sizes(sim_exec *e, int list, int64_t list_type, int64_t row
     for (int64_t g = 0; g < n; g++) {
         count[g] = list_type == 0 ? v[g] - (g ? v[g - 1] : 0) : v[g];
         if (count[g] < 0 || total + count[g] > rows) {
-            sim_abort(e, "group %d has %lld rows after %lld of %lld", (int)g, (long long)count[g], (long long)total, (long long)rows);
+            sim_abort(e, "group %d has %lld rows after %lld of %lld", (int)g, (long long)count[g], (long long)total,
+                      (long long)rows);
             return -1;
         }
         total += count[g];
@@ -47,7 +49,8 @@ static int64_t group_sizes(sim_exec *e, int list, int64_t list_type, int64_t row
     return total;
 }
 
-static void product(sim_exec *e, const sim_tensor *w, int64_t we, int bias, int64_t be, const float *x, int64_t m, int y, int64_t row)
+static void product(sim_exec *e, const sim_tensor *w, int64_t we, int bias, int64_t be, const float *x, int64_t m,
+                    int y, int64_t row)
 {
     if (m == 0) return;
     void *mark = e->arena;
@@ -104,13 +107,14 @@ static void gmm_none(sim_exec *e) /* one product for each member of the lists */
 {
     for (int64_t g = 0; g < e->i[NX]; g++) {
         const sim_tensor *x = &e->t[e->i[X] + g];
-        product(e, &e->t[e->i[W] + g], 0, e->i[NB] ? (int)(e->i[B] + g) : -1, 0, sim_load_float(e, (int)(e->i[X] + g)), x->dims[0],
-                (int)(e->i[Y] + g), 0);
+        product(e, &e->t[e->i[W] + g], 0, e->i[NB] ? (int)(e->i[B] + g) : -1, 0, sim_load_float(e, (int)(e->i[X] + g)),
+                x->dims[0], (int)(e->i[Y] + g), 0);
     }
 }
 
 /* y[g] (+)= x_g^T . w_g, x given [rows, m] */
-static void contract(sim_exec *e, const float *x, int64_t m, int w, int y, const int64_t *count, int64_t groups, bool add)
+static void contract(sim_exec *e, const float *x, int64_t m, int w, int y, const int64_t *count, int64_t groups,
+                     bool add)
 {
     const int64_t n = e->t[w].dims[1];
     int64_t row = 0;
@@ -119,7 +123,8 @@ static void contract(sim_exec *e, const float *x, int64_t m, int w, int y, const
         float *out = sim_buffer(e, (size_t)(m * n) * sizeof *out);
         if (add) memcpy(out, sim_to_float(e, &e->t[y], g, 1), (size_t)(m * n) * sizeof *out);
         else memset(out, 0, (size_t)(m * n) * sizeof *out);
-        if (count[g]) sim_sgemm(m, n, count[g], x + row * m, true, sim_to_float(e, &e->t[w], row, count[g]), false, out);
+        if (count[g])
+            sim_sgemm(m, n, count[g], x + row * m, true, sim_to_float(e, &e->t[w], row, count[g]), false, out);
         sim_store_part(e, y, g, 1, out);
         row += count[g];
         sim_release(e, mark);
@@ -149,15 +154,17 @@ static void check_list(sim_exec *e, int list, int64_t groups, int64_t max)
     sim_check(e, t->present, "a group list is needed");
     sim_check(e, t->dtype == ACL_INT64 && t->ndim == 1, "the group list must be one row of int64");
     sim_check(e, sim_contiguous(t), "the group list must be contiguous");
-    sim_check(e, t->dims[0] == groups, "the group list has %lld entries for %lld groups", (long long)t->dims[0], (long long)groups);
+    sim_check(e, t->dims[0] == groups, "the group list has %lld entries for %lld groups", (long long)t->dims[0],
+              (long long)groups);
     sim_check(e, groups <= max && groups > 1, "%lld groups: 2 to %lld are allowed", (long long)groups, (long long)max);
 }
 
 static void nothing(sim_exec *e) { (void)e; }
 
-static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTensorList *weight, const aclTensorList *bias,
-                           const aclTensorList *refused, const aclTensor *groupList, int64_t splitItem, int64_t groupType,
-                           int64_t listType, int64_t actType, const aclTensorList *y, SIM_WS)
+static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTensorList *weight,
+                           const aclTensorList *bias, const aclTensorList *refused, const aclTensor *groupList,
+                           int64_t splitItem, int64_t groupType, int64_t listType, int64_t actType,
+                           const aclTensorList *y, SIM_WS)
 {
     sim_exec *e = sim_begin(name, nothing);
     int nx, nw, nb, ny;
@@ -180,7 +187,8 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
         const bool is_bias = i >= ib && i < ib + nb;
         const int want = is_bias && dtype == ACL_BF16 ? ACL_FLOAT : dtype;
         sim_check(e, t->dtype == want && is_float(dtype), "tensor %d has dtype %d, not %d", i, t->dtype, want);
-        if (t->is_out) sim_check(e, sim_contiguous(t), "y must be contiguous"); /* a strided y is copied by the device */
+        if (t->is_out)
+            sim_check(e, sim_contiguous(t), "y must be contiguous"); /* a strided y is copied by the device */
     }
     sim_check(e, dtype != ACL_FLOAT || (nx == 1 && nw == 1 && ny == 1), "float32 only with single tensors");
     if (groupType == 0) {
@@ -196,26 +204,32 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
             const int nd = tw->ndim;
             sim_check(e, nd == (nw == 1 ? 3 : 2), "weight %d has %d dimensions", i, nd);
             if (e->status) break;
-            sim_check(e, tw->dims[nd - 2] == tx->dims[1] && tw->dims[nd - 1] == ty->dims[1], "weight %d is [%lld,%lld], x has K %lld, y has N %lld",
-                      i, (long long)tw->dims[nd - 2], (long long)tw->dims[nd - 1], (long long)tx->dims[1], (long long)ty->dims[1]);
+            sim_check(e, tw->dims[nd - 2] == tx->dims[1] && tw->dims[nd - 1] == ty->dims[1],
+                      "weight %d is [%lld,%lld], x has K %lld, y has N %lld", i, (long long)tw->dims[nd - 2],
+                      (long long)tw->dims[nd - 1], (long long)tx->dims[1], (long long)ty->dims[1]);
             const bool turned = layout(e, tw, true);
             if (i == 0) e->i[W_SWAPPED] = turned;
-            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[nd - 1] == 1 || tw->dims[nd - 2] == 1, "weights must be transposed all or none");
+            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[nd - 1] == 1 || tw->dims[nd - 2] == 1,
+                      "weights must be transposed all or none");
             sim_check(e, tw->dims[turned ? nd - 2 : nd - 1] < 65536, "an inner dimension of weight is 65536 or more");
         }
         sim_check(e, tx->dims[1] < 65536, "the inner dimension of x is 65536 or more");
         sim_check(e, tx->dims[1] > 0 || tx->dims[0] == 0, "K is 0");
         sim_check(e, nb == 0 || nb == nw, "%d biases for %d weights", nb, nw);
-        if (nb == 1 && !e->status) sim_check(e, e->t[ib].ndim == 2 && e->t[ib].dims[0] == groups && e->t[ib].dims[1] == ty->dims[1], "bias must be [E,N]");
+        if (nb == 1 && !e->status)
+            sim_check(e, e->t[ib].ndim == 2 && e->t[ib].dims[0] == groups && e->t[ib].dims[1] == ty->dims[1],
+                      "bias must be [E,N]");
         empty = tx->dims[0] == 0;
     } else if (groupType == 2) {
         const sim_tensor *tx = &e->t[ix], *tw = &e->t[iw], *ty = &e->t[iy];
         e->kernel = gmm_k;
-        sim_check(e, splitItem >= 2 && nx == 1 && nw == 1 && ny == 1 && nb == 0, "groupType 2: splitItem 2 or 3, single tensors, no bias");
+        sim_check(e, splitItem >= 2 && nx == 1 && nw == 1 && ny == 1 && nb == 0,
+                  "groupType 2: splitItem 2 or 3, single tensors, no bias");
         sim_check(e, tx->ndim == 2 && tw->ndim == 2 && ty->ndim == 3, "groupType 2: x [M,K], weight [K,N], y [E,M,N]");
         if (!e->status) {
             check_list(e, list, ty->dims[0], 1024);
-            sim_check(e, tx->dims[1] == tw->dims[0] && ty->dims[1] == tx->dims[0] && ty->dims[2] == tw->dims[1], "groupType 2: shapes disagree");
+            sim_check(e, tx->dims[1] == tw->dims[0] && ty->dims[1] == tx->dims[0] && ty->dims[2] == tw->dims[1],
+                      "groupType 2: shapes disagree");
             sim_check(e, swapped(tx), "groupType 2: x must be a transposed view");
             sim_check(e, sim_contiguous(tw) || sim_numel(tw) == 0, "groupType 2: weight must not be transposed");
             sim_check(e, tx->dims[0] < 65536 && tw->dims[1] < 65536, "an inner dimension is 65536 or more");
@@ -228,12 +242,15 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
         sim_check(e, nb == 0 || nb == nw, "%d biases for %d weights", nb, nw);
         for (int i = 0; i < nx && !e->status; i++) {
             const sim_tensor *tx = &e->t[ix + i], *tw = &e->t[iw + i], *ty = &e->t[iy + i];
-            sim_check(e, tx->ndim == 2 && tw->ndim == 2 && ty->ndim == 2 && tx->dims[1] == tw->dims[0] && ty->dims[0] == tx->dims[0] &&
-                      ty->dims[1] == tw->dims[1], "member %d: shapes disagree", i);
+            sim_check(e,
+                      tx->ndim == 2 && tw->ndim == 2 && ty->ndim == 2 && tx->dims[1] == tw->dims[0] &&
+                          ty->dims[0] == tx->dims[0] && ty->dims[1] == tw->dims[1],
+                      "member %d: shapes disagree", i);
             layout(e, tx, false);
             const bool turned = layout(e, tw, true);
             if (i == 0) e->i[W_SWAPPED] = turned;
-            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[0] == 1 || tw->dims[1] == 1, "weights must be transposed all or none");
+            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[0] == 1 || tw->dims[1] == 1,
+                      "weights must be transposed all or none");
             if (tx->dims[0]) empty = false;
         }
     } else {
@@ -242,29 +259,43 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
     return sim_end(e, empty ? 0 : GMM_WORKSPACE, workspaceSize, executor);
 }
 
-aclnnStatus aclnnGroupedMatmulV4GetWorkspaceSize(const aclTensorList *x, const aclTensorList *weight, const aclTensorList *bias,
-    const aclTensorList *scale, const aclTensorList *offset, const aclTensorList *antiScale, const aclTensorList *antiOffset,
-    const aclTensorList *perToken, const aclTensor *groupList, const aclTensorList *actIn, const aclTensorList *actScale,
-    const aclTensorList *actOffset, int64_t splitItem, int64_t groupType, int64_t listType, int64_t actType, aclTensorList *out,
-    aclTensorList *featureOut, aclTensorList *dynScaleOut, SIM_WS)
+aclnnStatus aclnnGroupedMatmulV4GetWorkspaceSize(const aclTensorList *x, const aclTensorList *weight,
+                                                 const aclTensorList *bias, const aclTensorList *scale,
+                                                 const aclTensorList *offset, const aclTensorList *antiScale,
+                                                 const aclTensorList *antiOffset, const aclTensorList *perToken,
+                                                 const aclTensor *groupList, const aclTensorList *actIn,
+                                                 const aclTensorList *actScale, const aclTensorList *actOffset,
+                                                 int64_t splitItem, int64_t groupType, int64_t listType,
+                                                 int64_t actType, aclTensorList *out, aclTensorList *featureOut,
+                                                 aclTensorList *dynScaleOut, SIM_WS)
 {
-    const void *extra[] = {scale, offset, antiScale, antiOffset, perToken, actIn, actScale, actOffset, featureOut, dynScaleOut};
+    const void *extra[] = {scale, offset,   antiScale, antiOffset, perToken,
+                           actIn, actScale, actOffset, featureOut, dynScaleOut};
     const aclTensorList *refused = NULL;
-    for (int i = 0; i < 10; i++) if (extra[i]) refused = extra[i];
-    return grouped("GroupedMatmulV4", x, weight, bias, refused, groupList, splitItem, groupType, listType, actType, out, workspaceSize, executor);
+    for (int i = 0; i < 10; i++)
+        if (extra[i]) refused = extra[i];
+    return grouped("GroupedMatmulV4", x, weight, bias, refused, groupList, splitItem, groupType, listType, actType, out,
+                   workspaceSize, executor);
 }
 
-aclnnStatus aclnnGroupedMatmulV5GetWorkspaceSize(const aclTensorList *x, const aclTensorList *weight, const aclTensorList *bias,
-    const aclTensorList *scale, const aclTensorList *offset, const aclTensorList *antiScale, const aclTensorList *antiOffset,
-    const aclTensorList *perToken, const aclTensor *groupList, const aclTensorList *actIn, const aclTensorList *actScale,
-    const aclTensorList *actOffset, int64_t splitItem, int64_t groupType, int64_t listType, int64_t actType, aclIntArray *tuning,
-    aclTensorList *out, aclTensorList *featureOut, aclTensorList *dynScaleOut, SIM_WS)
+aclnnStatus aclnnGroupedMatmulV5GetWorkspaceSize(const aclTensorList *x, const aclTensorList *weight,
+                                                 const aclTensorList *bias, const aclTensorList *scale,
+                                                 const aclTensorList *offset, const aclTensorList *antiScale,
+                                                 const aclTensorList *antiOffset, const aclTensorList *perToken,
+                                                 const aclTensor *groupList, const aclTensorList *actIn,
+                                                 const aclTensorList *actScale, const aclTensorList *actOffset,
+                                                 int64_t splitItem, int64_t groupType, int64_t listType,
+                                                 int64_t actType, aclIntArray *tuning, aclTensorList *out,
+                                                 aclTensorList *featureOut, aclTensorList *dynScaleOut, SIM_WS)
 {
     (void)tuning;
-    const void *extra[] = {scale, offset, antiScale, antiOffset, perToken, actIn, actScale, actOffset, featureOut, dynScaleOut};
+    const void *extra[] = {scale, offset,   antiScale, antiOffset, perToken,
+                           actIn, actScale, actOffset, featureOut, dynScaleOut};
     const aclTensorList *refused = NULL;
-    for (int i = 0; i < 10; i++) if (extra[i]) refused = extra[i];
-    return grouped("GroupedMatmulV5", x, weight, bias, refused, groupList, splitItem, groupType, listType, actType, out, workspaceSize, executor);
+    for (int i = 0; i < 10; i++)
+        if (extra[i]) refused = extra[i];
+    return grouped("GroupedMatmulV5", x, weight, bias, refused, groupList, splitItem, groupType, listType, actType, out,
+                   workspaceSize, executor);
 }
 
 SIM_PHASE2(GroupedMatmulV4)
@@ -290,8 +321,9 @@ static void gmm_add(sim_exec *e)
     contract(e, sim_load_float(e, 0), m, 1, 3, count, groups, true);
 }
 
-aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclTensor *weight, const aclTensor *groupList, aclTensor *yRef,
-                                                  bool transposeX, bool transposeWeight, int64_t groupType, SIM_WS)
+aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclTensor *weight,
+                                                  const aclTensor *groupList, aclTensor *yRef, bool transposeX,
+                                                  bool transposeWeight, int64_t groupType, SIM_WS)
 {
     sim_exec *e = sim_begin("GroupedMatmulAdd", gmm_add);
     sim_in(e, x);
@@ -299,11 +331,17 @@ aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclT
     sim_in(e, groupList);
     sim_inout(e, yRef);
     const sim_tensor *tx = &e->t[0], *tw = &e->t[1], *tl = &e->t[2], *ty = &e->t[3];
-    sim_check(e, transposeX && !transposeWeight && groupType == 2, "transposeX true, transposeWeight false, groupType 2");
-    sim_check(e, (tx->dtype == ACL_BF16 || tx->dtype == ACL_FLOAT16) && tw->dtype == tx->dtype && ty->dtype == ACL_FLOAT, "dtypes");
-    sim_check(e, tx->ndim == 2 && tw->ndim == 2 && tx->dims[0] == tw->dims[0], "x and weight must be [tokens,M] and [tokens,N]");
-    sim_check(e, tl->ndim == 1 && tl->dtype == ACL_INT64 && tl->dims[0] <= 1024, "the group list must be int64, at most 1024");
-    sim_check(e, sim_contiguous(tx) && sim_contiguous(tw) && sim_contiguous(ty), "x, weight and yRef must be contiguous");
+    sim_check(e, transposeX && !transposeWeight && groupType == 2,
+              "transposeX true, transposeWeight false, groupType 2");
+    sim_check(e,
+              (tx->dtype == ACL_BF16 || tx->dtype == ACL_FLOAT16) && tw->dtype == tx->dtype && ty->dtype == ACL_FLOAT,
+              "dtypes");
+    sim_check(e, tx->ndim == 2 && tw->ndim == 2 && tx->dims[0] == tw->dims[0],
+              "x and weight must be [tokens,M] and [tokens,N]");
+    sim_check(e, tl->ndim == 1 && tl->dtype == ACL_INT64 && tl->dims[0] <= 1024,
+              "the group list must be int64, at most 1024");
+    sim_check(e, sim_contiguous(tx) && sim_contiguous(tw) && sim_contiguous(ty),
+              "x, weight and yRef must be contiguous");
     sim_check(e, sim_numel(tx) > 0 && sim_numel(tw) > 0, "empty tensors are not supported");
     sim_check(e, sim_numel(ty) == tl->dims[0] * tx->dims[1] * tw->dims[1], "yRef must be [E,M,N]");
     sim_check(e, tx->dims[1] < 65536 && tw->dims[1] < 65536, "an inner dimension is 65536 or more");
@@ -322,7 +360,8 @@ static void matmul(sim_exec *e) /* the last two dimensions; a leading one of bot
     const int64_t batch = k && m ? sim_numel(ta) / (m * k) : 0, batch_b = k && n ? sim_numel(tb) / (k * n) : 0;
     float *c = sim_buffer(e, (size_t)sim_numel(tc) * sizeof *c);
     memset(c, 0, (size_t)sim_numel(tc) * sizeof *c);
-    for (int64_t i = 0; i < batch; i++) sim_sgemm(m, n, k, a + i * m * k, false, b + (batch_b == 1 ? 0 : i) * k * n, false, c + i * m * n);
+    for (int64_t i = 0; i < batch; i++)
+        sim_sgemm(m, n, k, a + i * m * k, false, b + (batch_b == 1 ? 0 : i) * k * n, false, c + i * m * n);
     sim_store_float(e, 2, c);
 }
 
@@ -334,7 +373,8 @@ static aclnnStatus plain(const char *name, const aclTensor *self, const aclTenso
     sim_out(e, out);
     const sim_tensor *a = &e->t[0], *b = &e->t[1];
     sim_check(e, a->ndim >= 1 && b->ndim >= 2 && a->dims[a->ndim - 1] == b->dims[b->ndim - 2], "K disagrees");
-    sim_check(e, a->dtype == b->dtype && a->dtype == e->t[2].dtype, "dtypes %d, %d, %d", a->dtype, b->dtype, e->t[2].dtype);
+    sim_check(e, a->dtype == b->dtype && a->dtype == e->t[2].dtype, "dtypes %d, %d, %d", a->dtype, b->dtype,
+              e->t[2].dtype);
     return sim_end(e, 0, workspaceSize, executor);
 }
 
@@ -344,13 +384,15 @@ aclnnStatus aclnnMmGetWorkspaceSize(const aclTensor *self, const aclTensor *mat2
     return plain("Mm", self, mat2, out, workspaceSize, executor);
 }
 
-aclnnStatus aclnnMatmulGetWorkspaceSize(const aclTensor *self, const aclTensor *mat2, aclTensor *out, int8_t mode, SIM_WS)
+aclnnStatus aclnnMatmulGetWorkspaceSize(const aclTensor *self, const aclTensor *mat2, aclTensor *out, int8_t mode,
+                                        SIM_WS)
 {
     (void)mode;
     return plain("Matmul", self, mat2, out, workspaceSize, executor);
 }
 
-aclnnStatus aclnnBatchMatMulGetWorkspaceSize(const aclTensor *self, const aclTensor *mat2, aclTensor *out, int8_t mode, SIM_WS)
+aclnnStatus aclnnBatchMatMulGetWorkspaceSize(const aclTensor *self, const aclTensor *mat2, aclTensor *out, int8_t mode,
+                                             SIM_WS)
 {
     (void)mode;
     return plain("BatchMatMul", self, mat2, out, workspaceSize, executor);

@@ -4,7 +4,9 @@
 
 #include "sim.h"
 
-typedef struct { int64_t outer, n, inner; } around;
+typedef struct {
+    int64_t outer, n, inner;
+} around;
 
 static around split(const sim_tensor *t, int64_t dim)
 {
@@ -55,10 +57,13 @@ static void check_index(sim_exec *e, int64_t dim)
     const sim_tensor *t = &e->t[0], *x = &e->t[1];
     sim_check(e, x->dtype == ACL_INT64 || x->dtype == ACL_INT32, "index must be an integer");
     sim_check(e, t->ndim == x->ndim, "ranks disagree");
-    for (int i = 0; i < t->ndim && !e->status; i++) sim_check(e, i == (dim < 0 ? dim + t->ndim : dim) || x->dims[i] == t->dims[i], "only equal dimensions are simulated");
+    for (int i = 0; i < t->ndim && !e->status; i++)
+        sim_check(e, i == (dim < 0 ? dim + t->ndim : dim) || x->dims[i] == t->dims[i],
+                  "only equal dimensions are simulated");
 }
 
-aclnnStatus aclnnGatherGetWorkspaceSize(const aclTensor *self, const int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+aclnnStatus aclnnGatherGetWorkspaceSize(const aclTensor *self, const int64_t dim, const aclTensor *index,
+                                        aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("Gather", gather);
     sim_in(e, self);
@@ -66,12 +71,14 @@ aclnnStatus aclnnGatherGetWorkspaceSize(const aclTensor *self, const int64_t dim
     sim_out(e, out);
     e->i[0] = dim;
     check_index(e, dim);
-    sim_check(e, sim_same_shape(&e->t[1], &e->t[2]) && e->t[0].dtype == e->t[2].dtype, "out must be like index, of self's dtype");
+    sim_check(e, sim_same_shape(&e->t[1], &e->t[2]) && e->t[0].dtype == e->t[2].dtype,
+              "out must be like index, of self's dtype");
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Gather)
 
-aclnnStatus aclnnScatterAddGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index, const aclTensor *src, aclTensor *out, SIM_WS)
+aclnnStatus aclnnScatterAddGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index,
+                                            const aclTensor *src, aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("ScatterAdd", scatter);
     sim_in(e, self);
@@ -86,7 +93,8 @@ aclnnStatus aclnnScatterAddGetWorkspaceSize(const aclTensor *self, int64_t dim, 
 }
 SIM_PHASE2(ScatterAdd)
 
-aclnnStatus aclnnInplaceScatterGetWorkspaceSize(aclTensor *self, int64_t dim, const aclTensor *index, const aclTensor *src, int64_t how, SIM_WS)
+aclnnStatus aclnnInplaceScatterGetWorkspaceSize(aclTensor *self, int64_t dim, const aclTensor *index,
+                                                const aclTensor *src, int64_t how, SIM_WS)
 {
     sim_exec *e = sim_begin("InplaceScatter", scatter);
     sim_inout(e, self);
@@ -118,7 +126,8 @@ static void select_rows(sim_exec *e) /* self, index, out; i[0] dim */
     sim_store(e, 2, r);
 }
 
-static aclnnStatus rows(const char *name, const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+static aclnnStatus rows(const char *name, const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out,
+                        SIM_WS)
 {
     sim_exec *e = sim_begin(name, select_rows);
     sim_in(e, self);
@@ -131,13 +140,15 @@ static aclnnStatus rows(const char *name, const aclTensor *self, int64_t dim, co
     return sim_end(e, 0, workspaceSize, executor);
 }
 
-aclnnStatus aclnnIndexSelectGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out, SIM_WS)
+aclnnStatus aclnnIndexSelectGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index, aclTensor *out,
+                                             SIM_WS)
 {
     return rows("IndexSelect", self, dim, index, out, workspaceSize, executor);
 }
 SIM_PHASE2(IndexSelect)
 
-aclnnStatus aclnnEmbeddingGetWorkspaceSize(const aclTensor *weight, const aclTensor *indices, const aclTensor *out, SIM_WS)
+aclnnStatus aclnnEmbeddingGetWorkspaceSize(const aclTensor *weight, const aclTensor *indices, const aclTensor *out,
+                                           SIM_WS)
 {
     return rows("Embedding", weight, 0, indices, (aclTensor *)out, workspaceSize, executor);
 }
@@ -157,8 +168,9 @@ static void embedding_grad(sim_exec *e) /* grad, indices, out */
     sim_store(e, 2, r);
 }
 
-aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *indices, uint64_t weights, uint64_t padding,
-                                                        bool scale, aclTensor *out, SIM_WS)
+aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *indices,
+                                                        uint64_t weights, uint64_t padding, bool scale, aclTensor *out,
+                                                        SIM_WS)
 {
     (void)weights, (void)scale;
     sim_exec *e = sim_begin("EmbeddingDenseBackward", embedding_grad);
@@ -204,7 +216,9 @@ aclnnStatus aclnnIndexGetWorkspaceSize(const aclTensor *self, const aclTensorLis
     sim_out(e, out);
     int n;
     sim_list(e, indices, false, &n);
-    for (int i = 0; i < n; i++) sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32, "only integer indices are simulated");
+    for (int i = 0; i < n; i++)
+        sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32,
+                  "only integer indices are simulated");
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Index)
@@ -267,7 +281,8 @@ static void pad(sim_exec *e) /* in, out; i[0] count, i[1...] the padding */
     sim_store(e, 1, r);
 }
 
-aclnnStatus aclnnConstantPadNdGetWorkspaceSize(const aclTensor *self, const aclIntArray *padding, const aclScalar *value, aclTensor *out, SIM_WS)
+aclnnStatus aclnnConstantPadNdGetWorkspaceSize(const aclTensor *self, const aclIntArray *padding,
+                                               const aclScalar *value, aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("ConstantPadNd", pad);
     sim_in(e, self);
@@ -287,14 +302,16 @@ static void index_put(sim_exec *e) /* self, values, indices... */
     const int n = e->nt - 2;
     int64_t inner = 1, m = 1;
     for (int i = n; i < t->ndim; i++) inner *= t->dims[i];
-    for (int i = 0; i < n; i++) if (sim_numel(&e->t[2 + i]) > m) m = sim_numel(&e->t[2 + i]);
+    for (int i = 0; i < n; i++)
+        if (sim_numel(&e->t[2 + i]) > m) m = sim_numel(&e->t[2 + i]);
     sim_tensor like = {.present = true, .ndim = 1, .dims = {m * inner}};
     const int64_t have = sim_numel(&e->t[1]);
     double *v = sim_load(e, 0);
     const double *values = have == m * inner ? sim_load(e, 1) : sim_load_as(e, 1, &like);
     const double *index[SIM_MAX_DIMS];
     like.dims[0] = m;
-    for (int i = 0; i < n; i++) index[i] = sim_numel(&e->t[2 + i]) == m ? sim_load(e, 2 + i) : sim_load_as(e, 2 + i, &like);
+    for (int i = 0; i < n; i++)
+        index[i] = sim_numel(&e->t[2 + i]) == m ? sim_load(e, 2 + i) : sim_load_as(e, 2 + i, &like);
     for (int64_t j = 0; j < m; j++) {
         int64_t at = 0;
         for (int i = 0; i < n; i++) {
@@ -311,7 +328,8 @@ static void index_put(sim_exec *e) /* self, values, indices... */
     sim_store(e, 0, v);
 }
 
-aclnnStatus aclnnIndexPutImplGetWorkspaceSize(aclTensor *self, const aclTensorList *indices, const aclTensor *values, const bool add, const bool unsafe, SIM_WS)
+aclnnStatus aclnnIndexPutImplGetWorkspaceSize(aclTensor *self, const aclTensorList *indices, const aclTensor *values,
+                                              const bool add, const bool unsafe, SIM_WS)
 {
     (void)unsafe;
     sim_exec *e = sim_begin("IndexPutImpl", index_put);
@@ -320,7 +338,9 @@ aclnnStatus aclnnIndexPutImplGetWorkspaceSize(aclTensor *self, const aclTensorLi
     int n;
     sim_list(e, indices, false, &n);
     e->i[0] = add;
-    for (int i = 0; i < n; i++) sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32, "only integer indices are simulated");
+    for (int i = 0; i < n; i++)
+        sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32,
+                  "only integer indices are simulated");
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(IndexPutImpl)
@@ -342,7 +362,8 @@ static void split_tensor(sim_exec *e) /* self, outs...; i[0] dim */
     }
 }
 
-aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t size, int64_t dim, aclTensorList *out, SIM_WS)
+aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t size, int64_t dim, aclTensorList *out,
+                                             SIM_WS)
 {
     sim_exec *e = sim_begin("SplitTensor", split_tensor);
     sim_in(e, self);
@@ -352,7 +373,8 @@ aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t siz
     int64_t total = 0;
     for (int i = 1; i <= n; i++) {
         total += sim_numel(&e->t[i]);
-        sim_check(e, e->t[i].dtype == e->t[0].dtype && (i == n || split(&e->t[i], dim).n == (int64_t)size), "piece %d has another size or dtype", i);
+        sim_check(e, e->t[i].dtype == e->t[0].dtype && (i == n || split(&e->t[i], dim).n == (int64_t)size),
+                  "piece %d has another size or dtype", i);
     }
     sim_check(e, total == sim_numel(&e->t[0]), "the pieces are not the whole");
     return sim_end(e, 0, workspaceSize, executor);

@@ -29,7 +29,8 @@ static bool fits(const sim_tensor *t, const sim_tensor *out) /* t broadcasts to 
     return true;
 }
 
-static sim_exec *begin(const char *name, fn2 f, const aclTensor *a, const aclTensor *b, const aclTensor *out, bool in_place)
+static sim_exec *begin(const char *name, fn2 f, const aclTensor *a, const aclTensor *b, const aclTensor *out,
+                       bool in_place)
 {
     sim_exec *e = sim_begin(name, apply);
     const bool fill = !in_place && a == out; /* written only */
@@ -45,56 +46,71 @@ static sim_exec *begin(const char *name, fn2 f, const aclTensor *a, const aclTen
     return e;
 }
 
-#define FN(Name, expr) static double f_##Name(double a, double b, const double *s) { (void)a, (void)b, (void)s; return expr; }
+#define FN(Name, expr)                                                                                                 \
+    static double f_##Name(double a, double b, const double *s)                                                        \
+    {                                                                                                                  \
+        (void)a, (void)b, (void)s;                                                                                     \
+        return expr;                                                                                                   \
+    }
 
-#define UNARY(Name, expr)                                                                              \
-    FN(Name, expr)                                                                                     \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, aclTensor *out, SIM_WS)           \
-    { return sim_end(begin(#Name, f_##Name, self, NULL, out, false), 0, workspaceSize, executor); }    \
+#define UNARY(Name, expr)                                                                                              \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, aclTensor *out, SIM_WS)                           \
+    {                                                                                                                  \
+        return sim_end(begin(#Name, f_##Name, self, NULL, out, false), 0, workspaceSize, executor);                    \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define FILL(Name, expr)                                                                               \
-    FN(Name, expr)                                                                                     \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, SIM_WS)                                 \
-    { return sim_end(begin(#Name, f_##Name, self, NULL, self, false), 0, workspaceSize, executor); }   \
+#define FILL(Name, expr)                                                                                               \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, SIM_WS)                                                 \
+    {                                                                                                                  \
+        return sim_end(begin(#Name, f_##Name, self, NULL, self, false), 0, workspaceSize, executor);                   \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define UNARY_INPLACE(Name, expr)                                                                      \
-    FN(Name, expr)                                                                                     \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, SIM_WS)                                 \
-    { return sim_end(begin(#Name, f_##Name, NULL, NULL, self, true), 0, workspaceSize, executor); }    \
+#define UNARY_INPLACE(Name, expr)                                                                                      \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, SIM_WS)                                                 \
+    {                                                                                                                  \
+        return sim_end(begin(#Name, f_##Name, NULL, NULL, self, true), 0, workspaceSize, executor);                    \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define BINARY(Name, expr)                                                                                        \
-    FN(Name, expr)                                                                                                \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclTensor *other, aclTensor *out, SIM_WS) \
-    { return sim_end(begin(#Name, f_##Name, self, other, out, false), 0, workspaceSize, executor); }              \
+#define BINARY(Name, expr)                                                                                             \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclTensor *other, aclTensor *out, SIM_WS)   \
+    {                                                                                                                  \
+        return sim_end(begin(#Name, f_##Name, self, other, out, false), 0, workspaceSize, executor);                   \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define BINARY_INPLACE(Name, expr)                                                                     \
-    FN(Name, expr)                                                                                     \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, const aclTensor *other, SIM_WS)         \
-    { return sim_end(begin(#Name, f_##Name, NULL, other, self, true), 0, workspaceSize, executor); }   \
+#define BINARY_INPLACE(Name, expr)                                                                                     \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, const aclTensor *other, SIM_WS)                         \
+    {                                                                                                                  \
+        return sim_end(begin(#Name, f_##Name, NULL, other, self, true), 0, workspaceSize, executor);                   \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define WITH_SCALAR(Name, expr)                                                                                   \
-    FN(Name, expr)                                                                                                \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclScalar *other, aclTensor *out, SIM_WS) \
-    {                                                                                                             \
-        sim_exec *e = begin(#Name, f_##Name, self, NULL, out, false);                                             \
-        e->d[0] = sim_scalar(other);                                                                              \
-        return sim_end(e, 0, workspaceSize, executor);                                                            \
-    }                                                                                                             \
+#define WITH_SCALAR(Name, expr)                                                                                        \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclScalar *other, aclTensor *out, SIM_WS)   \
+    {                                                                                                                  \
+        sim_exec *e = begin(#Name, f_##Name, self, NULL, out, false);                                                  \
+        e->d[0] = sim_scalar(other);                                                                                   \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
-#define WITH_SCALAR_INPLACE(Name, expr)                                                                \
-    FN(Name, expr)                                                                                     \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, const aclScalar *other, SIM_WS)         \
-    {                                                                                                  \
-        sim_exec *e = begin(#Name, f_##Name, NULL, NULL, self, true);                                  \
-        e->d[0] = sim_scalar(other);                                                                   \
-        return sim_end(e, 0, workspaceSize, executor);                                                 \
-    }                                                                                                  \
+#define WITH_SCALAR_INPLACE(Name, expr)                                                                                \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, const aclScalar *other, SIM_WS)                         \
+    {                                                                                                                  \
+        sim_exec *e = begin(#Name, f_##Name, NULL, NULL, self, true);                                                  \
+        e->d[0] = sim_scalar(other);                                                                                   \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
@@ -108,7 +124,7 @@ static double gelu_tanh_d(double x)
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * x * x);
 }
 
-UNARY(Silu, a * sigmoid(a))
+UNARY(Silu, a *sigmoid(a))
 UNARY(Sigmoid, sigmoid(a))
 UNARY(Relu, a > 0 || isnan(a) ? a : 0)
 UNARY(Sqrt, sqrt(a))
@@ -130,11 +146,11 @@ FILL(InplaceOne, 1)
 UNARY_INPLACE(InplaceNeg, -a)
 UNARY_INPLACE(InplaceSqrt, sqrt(a))
 
-BINARY(SiluBackward, a * sigmoid(b) * (1 + b * (1 - sigmoid(b))))
-BINARY(SigmoidBackward, a * b * (1 - b))
-BINARY(TanhBackward, a * (1 - b * b))
-BINARY(GeluBackward, a * gelu_d(b))
-BINARY(Mul, a * b)
+BINARY(SiluBackward, a *sigmoid(b) * (1 + b * (1 - sigmoid(b))))
+BINARY(SigmoidBackward, a *b *(1 - b))
+BINARY(TanhBackward, a *(1 - b * b))
+BINARY(GeluBackward, a *gelu_d(b))
+BINARY(Mul, a *b)
 BINARY(Div, a / b)
 BINARY(Maximum, fmax(a, b))
 BINARY(Minimum, fmin(a, b))
@@ -146,15 +162,15 @@ BINARY(GtTensor, a > b)
 BINARY(GeTensor, a >= b)
 BINARY(LogicalAnd, a != 0 && b != 0)
 BINARY(LogicalOr, a != 0 || b != 0)
-BINARY(BitwiseAndTensor, (double)((int64_t)a & (int64_t)b))
+BINARY(BitwiseAndTensor, (double)((int64_t)a &(int64_t)b))
 BINARY(BitwiseOrTensor, (double)((int64_t)a | (int64_t)b))
 BINARY(PowTensorTensor, pow(a, b))
-BINARY_INPLACE(InplaceMul, a * b)
+BINARY_INPLACE(InplaceMul, a *b)
 BINARY_INPLACE(InplaceDiv, a / b)
-BINARY_INPLACE(InplaceBitwiseAndTensor, (double)((int64_t)a & (int64_t)b))
+BINARY_INPLACE(InplaceBitwiseAndTensor, (double)((int64_t)a &(int64_t)b))
 BINARY_INPLACE(InplaceBitwiseOrTensor, (double)((int64_t)a | (int64_t)b))
 
-WITH_SCALAR(Muls, a * s[0])
+WITH_SCALAR(Muls, a *s[0])
 WITH_SCALAR(Divs, a / s[0])
 WITH_SCALAR(EqScalar, a == s[0])
 WITH_SCALAR(NeScalar, a != s[0])
@@ -166,7 +182,7 @@ WITH_SCALAR(PowTensorScalar, pow(a, s[0]))
 WITH_SCALAR(FloorDivides, floor(a / s[0]))
 WITH_SCALAR(RemainderTensorScalar, a - floor(a / s[0]) * s[0])
 WITH_SCALAR(ClampMin, a < s[0] ? s[0] : a)
-WITH_SCALAR_INPLACE(InplaceMuls, a * s[0])
+WITH_SCALAR_INPLACE(InplaceMuls, a *s[0])
 WITH_SCALAR_INPLACE(InplaceDivs, a / s[0])
 FN(InplaceFillScalar, s[0])
 aclnnStatus aclnnInplaceFillScalarGetWorkspaceSize(aclTensor *self, const aclScalar *value, SIM_WS)
@@ -179,50 +195,53 @@ SIM_PHASE2(InplaceFillScalar)
 
 /* ---- More than one scalar, or three tensors ---- */
 
-#define ALPHA(Name, inplace, expr)                                                                                       \
-    FN(Name, expr)                                                                                                       \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclTensor *other, const aclScalar *alpha, aclTensor *out, SIM_WS) \
-    {                                                                                                                    \
-        sim_exec *e = begin(#Name, f_##Name, self, other, out, inplace);                                                 \
-        e->d[0] = sim_scalar(alpha);                                                                                     \
-        return sim_end(e, 0, workspaceSize, executor);                                                                   \
-    }                                                                                                                    \
+#define ALPHA(Name, inplace, expr)                                                                                     \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclTensor *other, const aclScalar *alpha,   \
+                                              aclTensor *out, SIM_WS)                                                  \
+    {                                                                                                                  \
+        sim_exec *e = begin(#Name, f_##Name, self, other, out, inplace);                                               \
+        e->d[0] = sim_scalar(alpha);                                                                                   \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
 ALPHA(Add, false, a + s[0] * b)
 ALPHA(Sub, false, a - s[0] * b)
 
-#define ALPHA_INPLACE(Name, expr)                                                                                    \
-    FN(Name, expr)                                                                                                   \
+#define ALPHA_INPLACE(Name, expr)                                                                                      \
+    FN(Name, expr)                                                                                                     \
     aclnnStatus aclnn##Name##GetWorkspaceSize(aclTensor *self, const aclTensor *other, const aclScalar *alpha, SIM_WS) \
-    {                                                                                                                \
-        sim_exec *e = begin(#Name, f_##Name, NULL, other, self, true);                                               \
-        e->d[0] = sim_scalar(alpha);                                                                                 \
-        return sim_end(e, 0, workspaceSize, executor);                                                               \
-    }                                                                                                                \
+    {                                                                                                                  \
+        sim_exec *e = begin(#Name, f_##Name, NULL, other, self, true);                                                 \
+        e->d[0] = sim_scalar(alpha);                                                                                   \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
 ALPHA_INPLACE(InplaceAdd, a + s[0] * b)
 ALPHA_INPLACE(InplaceSub, a - s[0] * b)
 ALPHA_INPLACE(InplaceLerps, a + s[0] * (b - a))
 
-#define SCALAR_ALPHA(Name, expr)                                                                                              \
-    FN(Name, expr)                                                                                                            \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclScalar *other, const aclScalar *alpha, aclTensor *out, SIM_WS) \
-    {                                                                                                                         \
-        sim_exec *e = begin(#Name, f_##Name, self, NULL, out, false);                                                         \
-        e->d[0] = sim_scalar(other);                                                                                          \
-        e->d[1] = sim_scalar(alpha);                                                                                          \
-        return sim_end(e, 0, workspaceSize, executor);                                                                        \
-    }                                                                                                                         \
+#define SCALAR_ALPHA(Name, expr)                                                                                       \
+    FN(Name, expr)                                                                                                     \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, const aclScalar *other, const aclScalar *alpha,   \
+                                              aclTensor *out, SIM_WS)                                                  \
+    {                                                                                                                  \
+        sim_exec *e = begin(#Name, f_##Name, self, NULL, out, false);                                                  \
+        e->d[0] = sim_scalar(other);                                                                                   \
+        e->d[1] = sim_scalar(alpha);                                                                                   \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name)
 
 SCALAR_ALPHA(Adds, a + s[0] * s[1])
 SCALAR_ALPHA(Subs, a - s[0] * s[1])
-SCALAR_ALPHA(Softplus, a * s[0] > s[1] ? a : log1p(exp(a * s[0])) / s[0])
+SCALAR_ALPHA(Softplus, a *s[0] > s[1] ? a : log1p(exp(a * s[0])) / s[0])
 FN(Rsubs, s[0] - s[1] * a)
 
-aclnnStatus aclnnRsubsGetWorkspaceSize(const aclTensor *self, const aclScalar *other, const aclScalar *alpha, aclTensor *out, SIM_WS)
+aclnnStatus aclnnRsubsGetWorkspaceSize(const aclTensor *self, const aclScalar *other, const aclScalar *alpha,
+                                       aclTensor *out, SIM_WS)
 {
     sim_exec *e = begin("Rsubs", f_Rsubs, self, NULL, out, false);
     e->d[0] = sim_scalar(other);
@@ -241,8 +260,9 @@ aclnnStatus aclnnInplaceAddsGetWorkspaceSize(aclTensor *self, const aclScalar *o
 }
 SIM_PHASE2(InplaceAdds)
 
-FN(Clamp, isnan(a) ? a : a < s[0] ? s[0] : a > s[1] ? s[1] : a)
-aclnnStatus aclnnClampGetWorkspaceSize(const aclTensor *self, const aclScalar *min, const aclScalar *max, aclTensor *out, SIM_WS)
+FN(Clamp, isnan(a) ? a : a<s[0] ? s[0] : a> s[1] ? s[1] : a)
+aclnnStatus aclnnClampGetWorkspaceSize(const aclTensor *self, const aclScalar *min, const aclScalar *max,
+                                       aclTensor *out, SIM_WS)
 {
     sim_exec *e = begin("Clamp", f_Clamp, self, NULL, out, false);
     e->d[0] = min ? sim_scalar(min) : -INFINITY;
@@ -252,7 +272,8 @@ aclnnStatus aclnnClampGetWorkspaceSize(const aclTensor *self, const aclScalar *m
 SIM_PHASE2(Clamp)
 
 FN(ThresholdBackward, b <= s[0] ? 0 : a)
-aclnnStatus aclnnThresholdBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *self, const aclScalar *threshold, aclTensor *out, SIM_WS)
+aclnnStatus aclnnThresholdBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *self,
+                                                   const aclScalar *threshold, aclTensor *out, SIM_WS)
 {
     sim_exec *e = begin("ThresholdBackward", f_ThresholdBackward, grad, self, out, false);
     e->d[0] = sim_scalar(threshold);
@@ -270,8 +291,9 @@ aclnnStatus aclnnGeluV2GetWorkspaceSize(const aclTensor *x, int64_t approximate,
 }
 SIM_PHASE2(GeluV2)
 
-FN(GeluBackwardV2, a * (s[0] != 0 ? gelu_tanh_d(b) : gelu_d(b)))
-aclnnStatus aclnnGeluBackwardV2GetWorkspaceSize(const aclTensor *grad, const aclTensor *self, char *approximate, aclTensor *out, SIM_WS)
+FN(GeluBackwardV2, a *(s[0] != 0 ? gelu_tanh_d(b) : gelu_d(b)))
+aclnnStatus aclnnGeluBackwardV2GetWorkspaceSize(const aclTensor *grad, const aclTensor *self, char *approximate,
+                                                aclTensor *out, SIM_WS)
 {
     sim_exec *e = begin("GeluBackwardV2", f_GeluBackwardV2, grad, self, out, false);
     sim_check(e, approximate && (!strcmp(approximate, "none") || !strcmp(approximate, "tanh")), "approximate");
@@ -281,7 +303,8 @@ aclnnStatus aclnnGeluBackwardV2GetWorkspaceSize(const aclTensor *grad, const acl
 SIM_PHASE2(GeluBackwardV2)
 
 FN(InplaceMaskedFillScalar, b != 0 ? s[0] : a)
-aclnnStatus aclnnInplaceMaskedFillScalarGetWorkspaceSize(aclTensor *self, const aclTensor *mask, const aclScalar *value, SIM_WS)
+aclnnStatus aclnnInplaceMaskedFillScalarGetWorkspaceSize(aclTensor *self, const aclTensor *mask, const aclScalar *value,
+                                                         SIM_WS)
 {
     sim_exec *e = begin("InplaceMaskedFillScalar", f_InplaceMaskedFillScalar, NULL, mask, self, true);
     sim_check(e, e->t[1].dtype == ACL_BOOL, "mask must be bool");
@@ -303,7 +326,8 @@ static void ternary(sim_exec *e)
     sim_store(e, out, r);
 }
 
-static aclnnStatus three(const char *name, int kind, aclTensor *self, const aclTensor *a, const aclTensor *b, const aclScalar *value, SIM_WS)
+static aclnnStatus three(const char *name, int kind, aclTensor *self, const aclTensor *a, const aclTensor *b,
+                         const aclScalar *value, SIM_WS)
 {
     sim_exec *e = sim_begin(name, ternary);
     sim_inout(e, self);
@@ -314,19 +338,22 @@ static aclnnStatus three(const char *name, int kind, aclTensor *self, const aclT
     return sim_end(e, 0, workspaceSize, executor);
 }
 
-aclnnStatus aclnnInplaceAddcmulGetWorkspaceSize(aclTensor *self, const aclTensor *a, const aclTensor *b, const aclScalar *value, SIM_WS)
+aclnnStatus aclnnInplaceAddcmulGetWorkspaceSize(aclTensor *self, const aclTensor *a, const aclTensor *b,
+                                                const aclScalar *value, SIM_WS)
 {
     return three("InplaceAddcmul", 0, self, a, b, value, workspaceSize, executor);
 }
 SIM_PHASE2(InplaceAddcmul)
 
-aclnnStatus aclnnInplaceAddcdivGetWorkspaceSize(aclTensor *self, const aclTensor *a, const aclTensor *b, const aclScalar *value, SIM_WS)
+aclnnStatus aclnnInplaceAddcdivGetWorkspaceSize(aclTensor *self, const aclTensor *a, const aclTensor *b,
+                                                const aclScalar *value, SIM_WS)
 {
     return three("InplaceAddcdiv", 1, self, a, b, value, workspaceSize, executor);
 }
 SIM_PHASE2(InplaceAddcdiv)
 
-aclnnStatus aclnnSWhereGetWorkspaceSize(const aclTensor *condition, const aclTensor *self, const aclTensor *other, aclTensor *out, SIM_WS)
+aclnnStatus aclnnSWhereGetWorkspaceSize(const aclTensor *condition, const aclTensor *self, const aclTensor *other,
+                                        aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("SWhere", ternary);
     sim_in(e, condition);
@@ -347,7 +374,8 @@ aclnnStatus aclnnCastGetWorkspaceSize(const aclTensor *self, const aclDataType d
     sim_exec *e = sim_begin("Cast", cast);
     sim_in(e, self);
     sim_out(e, out);
-    sim_check(e, e->t[1].dtype == dtype && sim_same_shape(&e->t[0], &e->t[1]), "out must be of dtype %d and self's shape", dtype);
+    sim_check(e, e->t[1].dtype == dtype && sim_same_shape(&e->t[0], &e->t[1]),
+              "out must be of dtype %d and self's shape", dtype);
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Cast)
@@ -370,7 +398,8 @@ static void arange(sim_exec *e)
     sim_store(e, 0, r);
 }
 
-aclnnStatus aclnnArangeGetWorkspaceSize(const aclScalar *start, const aclScalar *end, const aclScalar *step, aclTensor *out, SIM_WS)
+aclnnStatus aclnnArangeGetWorkspaceSize(const aclScalar *start, const aclScalar *end, const aclScalar *step,
+                                        aclTensor *out, SIM_WS)
 {
     (void)end;
     sim_exec *e = sim_begin("Arange", arange);
@@ -403,7 +432,13 @@ static aclnnStatus tri(const char *name, const aclTensor *self, int64_t diagonal
     return sim_end(e, 0, workspaceSize, executor);
 }
 
-aclnnStatus aclnnTriuGetWorkspaceSize(const aclTensor *self, int64_t diagonal, aclTensor *out, SIM_WS) { return tri("Triu", self, diagonal, out, 1, workspaceSize, executor); }
-aclnnStatus aclnnTrilGetWorkspaceSize(const aclTensor *self, int64_t diagonal, aclTensor *out, SIM_WS) { return tri("Tril", self, diagonal, out, 0, workspaceSize, executor); }
+aclnnStatus aclnnTriuGetWorkspaceSize(const aclTensor *self, int64_t diagonal, aclTensor *out, SIM_WS)
+{
+    return tri("Triu", self, diagonal, out, 1, workspaceSize, executor);
+}
+aclnnStatus aclnnTrilGetWorkspaceSize(const aclTensor *self, int64_t diagonal, aclTensor *out, SIM_WS)
+{
+    return tri("Tril", self, diagonal, out, 0, workspaceSize, executor);
+}
 SIM_PHASE2(Triu)
 SIM_PHASE2(Tril)

@@ -14,7 +14,8 @@ static bool is_float(int dtype) { return dtype == ACL_FLOAT || dtype == ACL_FLOA
 static int64_t sort_ids(const int64_t *ids, int64_t n, int64_t lo, int64_t hi, int64_t *map, int64_t *count)
 {
     int64_t *start = calloc((size_t)(hi - lo + 1), sizeof *start), total = 0;
-    for (int64_t i = 0; i < n; i++) if (ids[i] >= lo && ids[i] < hi) start[ids[i] - lo]++;
+    for (int64_t i = 0; i < n; i++)
+        if (ids[i] >= lo && ids[i] < hi) start[ids[i] - lo]++;
     for (int64_t v = 0; v < hi - lo; v++) {
         const int64_t c = start[v];
         if (count) count[v] = c;
@@ -32,7 +33,8 @@ static bool copy_rows(sim_exec *e, int x, const int64_t *map, int64_t n, int64_t
     const float *xf = sim_load_float(e, x);
     float *rows = sim_buffer(e, (size_t)(n * h) * sizeof *rows);
     memset(rows, 0xFF, (size_t)(n * h) * sizeof *rows);
-    for (int64_t i = 0; i < n; i++) if (map[i] >= 0) memcpy(rows + map[i] * h, xf + i / k * h, (size_t)h * sizeof *rows);
+    for (int64_t i = 0; i < n; i++)
+        if (map[i] >= 0) memcpy(rows + map[i] * h, xf + i / k * h, (size_t)h * sizeof *rows);
     sim_store_float(e, out, rows);
     return true;
 }
@@ -46,7 +48,10 @@ static void permute(sim_exec *e) /* x, ids, xp, map */
     const int64_t *ids = sim_load_int(e, 1);
     int64_t top = 0, *map = sim_buffer(e, (size_t)n * sizeof *map);
     for (int64_t i = 0; i < n; i++) {
-        if (ids[i] < 0 || ids[i] >= 16777215) { sim_abort(e, "id %lld", (long long)ids[i]); return; }
+        if (ids[i] < 0 || ids[i] >= 16777215) {
+            sim_abort(e, "id %lld", (long long)ids[i]);
+            return;
+        }
         if (ids[i] > top) top = ids[i];
     }
     sort_ids(ids, n, 0, top + 1, map, NULL);
@@ -54,8 +59,8 @@ static void permute(sim_exec *e) /* x, ids, xp, map */
     sim_store_int(e, 3, map);
 }
 
-aclnnStatus aclnnMoeTokenPermuteGetWorkspaceSize(const aclTensor *tokens, const aclTensor *indices, int64_t numOut, bool padded,
-                                                 const aclTensor *out, const aclTensor *sorted, SIM_WS)
+aclnnStatus aclnnMoeTokenPermuteGetWorkspaceSize(const aclTensor *tokens, const aclTensor *indices, int64_t numOut,
+                                                 bool padded, const aclTensor *out, const aclTensor *sorted, SIM_WS)
 {
     sim_exec *e = sim_begin("MoeTokenPermute", permute);
     sim_in(e, tokens);
@@ -64,7 +69,8 @@ aclnnStatus aclnnMoeTokenPermuteGetWorkspaceSize(const aclTensor *tokens, const 
     sim_out(e, sorted);
     const sim_tensor *x = &e->t[0], *ids = &e->t[1], *xp = &e->t[2], *map = &e->t[3];
     const int64_t n = sim_numel(ids);
-    sim_check(e, x->ndim == 2 && xp->ndim == 2 && is_float(x->dtype) && xp->dtype == x->dtype, "tokens must be 2-D floating point");
+    sim_check(e, x->ndim == 2 && xp->ndim == 2 && is_float(x->dtype) && xp->dtype == x->dtype,
+              "tokens must be 2-D floating point");
     sim_check(e, ids->dtype == ACL_INT32 || ids->dtype == ACL_INT64, "indices must be int32 or int64");
     sim_check(e, map->dtype == ACL_INT32 && sim_numel(map) == n, "sortedIndices must be int32 [%lld]", (long long)n);
     sim_check(e, !padded && (numOut == 0 || numOut == n), "only the whole permutation is simulated");
@@ -79,7 +85,10 @@ SIM_PHASE2(MoeTokenPermute)
 static bool check_map(sim_exec *e, const int64_t *map, int64_t n, int64_t rows)
 {
     for (int64_t i = 0; i < n; i++)
-        if (map[i] < 0 || map[i] >= rows) { sim_abort(e, "sortedIndices[%d] = %lld of %lld rows", (int)i, (long long)map[i], (long long)rows); return false; }
+        if (map[i] < 0 || map[i] >= rows) {
+            sim_abort(e, "sortedIndices[%d] = %lld of %lld rows", (int)i, (long long)map[i], (long long)rows);
+            return false;
+        }
     return true;
 }
 
@@ -100,8 +109,8 @@ static void permute_grad(sim_exec *e) /* dxp, map, dx */
     sim_store_float(e, 2, dx);
 }
 
-aclnnStatus aclnnMoeTokenPermuteGradGetWorkspaceSize(const aclTensor *grad, const aclTensor *sorted, int64_t topk, bool padded,
-                                                     const aclTensor *out, SIM_WS)
+aclnnStatus aclnnMoeTokenPermuteGradGetWorkspaceSize(const aclTensor *grad, const aclTensor *sorted, int64_t topk,
+                                                     bool padded, const aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("MoeTokenPermuteGrad", permute_grad);
     sim_in(e, grad);
@@ -110,7 +119,9 @@ aclnnStatus aclnnMoeTokenPermuteGradGetWorkspaceSize(const aclTensor *grad, cons
     e->i[0] = topk;
     const sim_tensor *g = &e->t[0], *map = &e->t[1], *dx = &e->t[2];
     sim_check(e, !padded && topk > 0 && topk <= 512, "numTopk %lld", (long long)topk);
-    sim_check(e, g->ndim == 2 && dx->ndim == 2 && g->dims[1] == dx->dims[1] && g->dtype == dx->dtype && is_float(g->dtype), "gradients must agree");
+    sim_check(e,
+              g->ndim == 2 && dx->ndim == 2 && g->dims[1] == dx->dims[1] && g->dtype == dx->dtype && is_float(g->dtype),
+              "gradients must agree");
     sim_check(e, map->dtype == ACL_INT32 && sim_numel(map) == dx->dims[0] * topk, "sortedIndices must be int32 [T*k]");
     sim_check(e, sim_contiguous(dx), "outputs must be contiguous");
     return sim_end(e, 0, workspaceSize, executor);
@@ -139,12 +150,18 @@ static void unpermute(sim_exec *e) /* y, map, p, out */
     sim_store_float(e, 3, out);
 }
 
-static void check_unpermute(sim_exec *e, const sim_tensor *y, const sim_tensor *map, const sim_tensor *p, const sim_tensor *tokens)
+static void check_unpermute(sim_exec *e, const sim_tensor *y, const sim_tensor *map, const sim_tensor *p,
+                            const sim_tensor *tokens)
 {
-    sim_check(e, y->ndim == 2 && tokens->ndim == 2 && y->dims[1] == tokens->dims[1] && y->dtype == tokens->dtype && is_float(y->dtype), "tokens must agree");
+    sim_check(e,
+              y->ndim == 2 && tokens->ndim == 2 && y->dims[1] == tokens->dims[1] && y->dtype == tokens->dtype &&
+                  is_float(y->dtype),
+              "tokens must agree");
     sim_check(e, map->dtype == ACL_INT32 && map->ndim == 1, "sortedIndices must be int32 [T*k]");
     if (p->present) {
-        sim_check(e, p->ndim == 2 && p->dims[0] == tokens->dims[0] && sim_numel(p) == map->dims[0] && is_float(p->dtype), "probs must be [T,k]");
+        sim_check(e,
+                  p->ndim == 2 && p->dims[0] == tokens->dims[0] && sim_numel(p) == map->dims[0] && is_float(p->dtype),
+                  "probs must be [T,k]");
         sim_check(e, !(y->dtype == ACL_BF16 && p->dtype == ACL_FLOAT16), "bf16 tokens with f16 probs");
         sim_check(e, p->dims[1] <= 512, "top-k %lld", (long long)p->dims[1]);
     } else {
@@ -152,8 +169,9 @@ static void check_unpermute(sim_exec *e, const sim_tensor *y, const sim_tensor *
     }
 }
 
-aclnnStatus aclnnMoeTokenUnpermuteGetWorkspaceSize(const aclTensor *permuted, const aclTensor *sorted, const aclTensor *probs, bool padded,
-                                                   const aclIntArray *restore, const aclTensor *out, SIM_WS)
+aclnnStatus aclnnMoeTokenUnpermuteGetWorkspaceSize(const aclTensor *permuted, const aclTensor *sorted,
+                                                   const aclTensor *probs, bool padded, const aclIntArray *restore,
+                                                   const aclTensor *out, SIM_WS)
 {
     (void)restore;
     sim_exec *e = sim_begin("MoeTokenUnpermute", unpermute);
@@ -174,7 +192,8 @@ static void unpermute_grad(sim_exec *e) /* y, dout, map, p, dy, dp */
     const int64_t T = e->t[1].dims[0], h = e->t[1].dims[1], rows = e->t[4].dims[0];
     if (T == 0) return;
     const int64_t k = sim_numel(&e->t[2]) / T;
-    const float *y = sim_load_float(e, 0), *dout = sim_load_float(e, 1), *p = e->t[3].present ? sim_load_float(e, 3) : NULL;
+    const float *y = sim_load_float(e, 0), *dout = sim_load_float(e, 1),
+                *p = e->t[3].present ? sim_load_float(e, 3) : NULL;
     const int64_t *map = sim_load_int(e, 2);
     if (!check_map(e, map, T * k, rows)) return;
     float *dy = sim_buffer(e, (size_t)(rows * h) * sizeof *dy), *dp = sim_buffer(e, (size_t)(T * k) * sizeof *dp);
@@ -192,9 +211,10 @@ static void unpermute_grad(sim_exec *e) /* y, dout, map, p, dy, dp */
     if (e->t[5].present) sim_store_float(e, 5, dp);
 }
 
-aclnnStatus aclnnMoeTokenUnpermuteGradGetWorkspaceSize(const aclTensor *permuted, const aclTensor *grad, const aclTensor *sorted,
-                                                       const aclTensor *probs, bool padded, const aclIntArray *restore,
-                                                       const aclTensor *permutedGrad, const aclTensor *probsGrad, SIM_WS)
+aclnnStatus aclnnMoeTokenUnpermuteGradGetWorkspaceSize(const aclTensor *permuted, const aclTensor *grad,
+                                                       const aclTensor *sorted, const aclTensor *probs, bool padded,
+                                                       const aclIntArray *restore, const aclTensor *permutedGrad,
+                                                       const aclTensor *probsGrad, SIM_WS)
 {
     (void)restore;
     sim_exec *e = sim_begin("MoeTokenUnpermuteGrad", unpermute_grad);
@@ -207,10 +227,15 @@ aclnnStatus aclnnMoeTokenUnpermuteGradGetWorkspaceSize(const aclTensor *permuted
     else sim_in_optional(e, NULL);
     sim_check(e, !padded, "paddedMode");
     check_unpermute(e, &e->t[0], &e->t[2], &e->t[3], &e->t[1]);
-    sim_check(e, sim_same_shape(&e->t[0], &e->t[4]) && e->t[4].dtype == e->t[0].dtype, "the gradient of the tokens must be like them");
-    if (probs) sim_check(e, sim_same_shape(&e->t[3], &e->t[5]) && e->t[5].dtype == e->t[3].dtype, "the gradient of probs must be like probs");
-    if (fmoe_sim_option("cann81") && probs) sim_check(e, e->t[3].dtype == e->t[0].dtype, "CANN 8.1 has no kernel for probs of another dtype");
-    sim_check(e, sim_contiguous(&e->t[4]) && (!e->t[5].present || sim_contiguous(&e->t[5])), "outputs must be contiguous");
+    sim_check(e, sim_same_shape(&e->t[0], &e->t[4]) && e->t[4].dtype == e->t[0].dtype,
+              "the gradient of the tokens must be like them");
+    if (probs)
+        sim_check(e, sim_same_shape(&e->t[3], &e->t[5]) && e->t[5].dtype == e->t[3].dtype,
+                  "the gradient of probs must be like probs");
+    if (fmoe_sim_option("cann81") && probs)
+        sim_check(e, e->t[3].dtype == e->t[0].dtype, "CANN 8.1 has no kernel for probs of another dtype");
+    sim_check(e, sim_contiguous(&e->t[4]) && (!e->t[5].present || sim_contiguous(&e->t[5])),
+              "outputs must be contiguous");
     return sim_end(e, 0, workspaceSize, executor);
 }
 
@@ -224,11 +249,15 @@ static void init_routing(sim_exec *e) /* x, ids, xp, map, counts; i: lo, hi, may
     const int64_t *ids = sim_load_int(e, 1);
     int64_t *map = sim_buffer(e, (size_t)n * sizeof *map), *count = sim_buffer(e, (size_t)(hi - lo) * sizeof *count);
     for (int64_t i = 0; i < n; i++)
-        if (ids[i] < 0 || ids[i] >= experts) { sim_abort(e, "expertIdx[%d] = %lld of %lld experts", (int)i, (long long)ids[i], (long long)experts); return; }
+        if (ids[i] < 0 || ids[i] >= experts) {
+            sim_abort(e, "expertIdx[%d] = %lld of %lld experts", (int)i, (long long)ids[i], (long long)experts);
+            return;
+        }
     sort_ids(ids, n, lo, hi, map, count);
     copy_rows(e, 0, map, n, k, 2);
     sim_store_int(e, 3, map);
-    if (e->i[3]) for (int64_t g = 1; g < hi - lo; g++) count[g] += count[g - 1];
+    if (e->i[3])
+        for (int64_t g = 1; g < hi - lo; g++) count[g] += count[g - 1];
     if (e->t[4].present) sim_store_int(e, 4, count);
 }
 
@@ -237,18 +266,24 @@ static void check_routing(sim_exec *e, int64_t experts, int counts_dtype)
     const sim_tensor *x = &e->t[0], *ids = &e->t[1], *xp = &e->t[2], *map = &e->t[3], *counts = &e->t[4];
     const int64_t n = sim_numel(ids);
     sim_check(e, x->ndim == 2 && is_float(x->dtype) && xp->dtype == x->dtype, "x must be 2-D floating point");
-    sim_check(e, ids->ndim == 2 && ids->dtype == ACL_INT32 && ids->dims[0] == x->dims[0], "expertIdx must be int32 [T,k]");
+    sim_check(e, ids->ndim == 2 && ids->dtype == ACL_INT32 && ids->dims[0] == x->dims[0],
+              "expertIdx must be int32 [T,k]");
     sim_check(e, xp->ndim == 2 && xp->dims[0] == n && xp->dims[1] == x->dims[1], "expandedX must be [T*k,H]");
     sim_check(e, map->dtype == ACL_INT32 && sim_numel(map) == n, "expandedRowIdx must be int32 [T*k]");
-    if (counts->present) sim_check(e, counts->dtype == counts_dtype && sim_numel(counts) == e->i[1] - e->i[0], "counts must be of dtype %d [E]", counts_dtype);
+    if (counts->present)
+        sim_check(e, counts->dtype == counts_dtype && sim_numel(counts) == e->i[1] - e->i[0],
+                  "counts must be of dtype %d [E]", counts_dtype);
     sim_check(e, experts > 0 && experts <= 10240, "expertNum %lld", (long long)experts);
     sim_check(e, n > 0, "empty tensors are not supported");
-    for (int i = 0; i < e->nt; i++) sim_check(e, !e->t[i].present || sim_contiguous(&e->t[i]), "tensor %d must be contiguous", i);
+    for (int i = 0; i < e->nt; i++)
+        sim_check(e, !e->t[i].present || sim_contiguous(&e->t[i]), "tensor %d must be contiguous", i);
 }
 
-aclnnStatus aclnnMoeInitRoutingV2GetWorkspaceSize(const aclTensor *x, const aclTensor *expertIdx, int64_t activeNum, int64_t capacity,
-    int64_t expertNum, int64_t dropPadMode, int64_t countFlag, bool beforeFlag, const aclTensor *expandedX, const aclTensor *rowIdx,
-    const aclTensor *counts, const aclTensor *before, SIM_WS)
+aclnnStatus aclnnMoeInitRoutingV2GetWorkspaceSize(const aclTensor *x, const aclTensor *expertIdx, int64_t activeNum,
+                                                  int64_t capacity, int64_t expertNum, int64_t dropPadMode,
+                                                  int64_t countFlag, bool beforeFlag, const aclTensor *expandedX,
+                                                  const aclTensor *rowIdx, const aclTensor *counts,
+                                                  const aclTensor *before, SIM_WS)
 {
     (void)capacity, (void)before;
     sim_exec *e = sim_begin("MoeInitRoutingV2", init_routing);
@@ -260,17 +295,21 @@ aclnnStatus aclnnMoeInitRoutingV2GetWorkspaceSize(const aclTensor *x, const aclT
     else sim_in_optional(e, NULL);
     e->i[1] = e->i[2] = expertNum;
     e->i[3] = countFlag == 1;
-    sim_check(e, activeNum == 0 && dropPadMode == 0 && !beforeFlag && countFlag >= 0 && countFlag <= 2, "only the dropless form is simulated");
+    sim_check(e, activeNum == 0 && dropPadMode == 0 && !beforeFlag && countFlag >= 0 && countFlag <= 2,
+              "only the dropless form is simulated");
     check_routing(e, expertNum, ACL_INT32);
     return sim_end(e, PERMUTE_WORKSPACE(sim_numel(&e->t[1])), workspaceSize, executor);
 }
 
 SIM_PHASE2(MoeInitRoutingV2)
 
-aclnnStatus aclnnMoeInitRoutingV3GetWorkspaceSize(const aclTensor *x, const aclTensor *expertIdx, const aclTensor *scale, const aclTensor *offset,
-    int64_t activeNum, int64_t capacity, int64_t expertNum, int64_t dropPadMode, int64_t numType, bool numFlag, int64_t quantMode,
-    const aclIntArray *range, int64_t rowIdxType, const aclTensor *expandedX, const aclTensor *rowIdx, const aclTensor *counts,
-    const aclTensor *expandedScale, SIM_WS)
+aclnnStatus aclnnMoeInitRoutingV3GetWorkspaceSize(const aclTensor *x, const aclTensor *expertIdx,
+                                                  const aclTensor *scale, const aclTensor *offset, int64_t activeNum,
+                                                  int64_t capacity, int64_t expertNum, int64_t dropPadMode,
+                                                  int64_t numType, bool numFlag, int64_t quantMode,
+                                                  const aclIntArray *range, int64_t rowIdxType,
+                                                  const aclTensor *expandedX, const aclTensor *rowIdx,
+                                                  const aclTensor *counts, const aclTensor *expandedScale, SIM_WS)
 {
     (void)capacity;
     sim_exec *e = sim_begin("MoeInitRoutingV3", init_routing);
@@ -280,13 +319,15 @@ aclnnStatus aclnnMoeInitRoutingV3GetWorkspaceSize(const aclTensor *x, const aclT
     sim_out(e, rowIdx);
     sim_out(e, counts);
     int64_t span[2] = {0, 0};
-    sim_check(e, sim_int_array(range, span, 2) == 2 && span[0] >= 0 && span[0] < span[1] && span[1] <= expertNum, "activeExpertRange");
+    sim_check(e, sim_int_array(range, span, 2) == 2 && span[0] >= 0 && span[0] < span[1] && span[1] <= expertNum,
+              "activeExpertRange");
     sim_check(e, expandedScale != NULL, "expandedScaleOut is NULL");
     sim_check(e, !scale && !offset && quantMode == -1, "quantised forms are not simulated");
     e->i[0] = span[0];
     e->i[1] = span[1];
     e->i[2] = expertNum;
-    sim_check(e, dropPadMode == 0 && numType == 1 && numFlag && rowIdxType == 0, "only the dropless form with counts is simulated");
+    sim_check(e, dropPadMode == 0 && numType == 1 && numFlag && rowIdxType == 0,
+              "only the dropless form with counts is simulated");
     if (!e->status) check_routing(e, expertNum, ACL_INT64);
     sim_check(e, activeNum == sim_numel(&e->t[1]), "activeNum must be T*k");
     return sim_end(e, PERMUTE_WORKSPACE(sim_numel(&e->t[1])), workspaceSize, executor);
@@ -312,20 +353,23 @@ static void gating(sim_exec *e) /* x, y, ids, softmax; i: k, renorm */
         memset(taken, 0, (size_t)E);
         for (int64_t j = 0; j < k; j++) {
             int64_t best = -1;
-            for (int64_t i = 0; i < E; i++) if (!taken[i] && (best < 0 || s[t * E + i] > s[t * E + best])) best = i;
+            for (int64_t i = 0; i < E; i++)
+                if (!taken[i] && (best < 0 || s[t * E + i] > s[t * E + best])) best = i;
             taken[best] = 1;
             ids[t * k + j] = best;
             part += y[t * k + j] = s[t * E + best];
         }
-        if (e->i[1]) for (int64_t j = 0; j < k; j++) y[t * k + j] /= part;
+        if (e->i[1])
+            for (int64_t j = 0; j < k; j++) y[t * k + j] /= part;
     }
     sim_store(e, 1, y);
     sim_store_int(e, 2, ids);
     if (e->t[3].present) sim_store(e, 3, s);
 }
 
-aclnnStatus aclnnMoeGatingTopKSoftmaxV2GetWorkspaceSize(const aclTensor *x, const aclTensor *finished, int64_t k, int64_t renorm, bool outFlag,
-                                                        const aclTensor *y, const aclTensor *ids, const aclTensor *softmax, SIM_WS)
+aclnnStatus aclnnMoeGatingTopKSoftmaxV2GetWorkspaceSize(const aclTensor *x, const aclTensor *finished, int64_t k,
+                                                        int64_t renorm, bool outFlag, const aclTensor *y,
+                                                        const aclTensor *ids, const aclTensor *softmax, SIM_WS)
 {
     sim_exec *e = sim_begin("MoeGatingTopKSoftmaxV2", gating);
     sim_in(e, x);
@@ -337,8 +381,10 @@ aclnnStatus aclnnMoeGatingTopKSoftmaxV2GetWorkspaceSize(const aclTensor *x, cons
     e->i[1] = renorm;
     const sim_tensor *t = &e->t[0];
     sim_check(e, !finished, "finished is not simulated");
-    sim_check(e, t->ndim == 2 && is_float(t->dtype) && e->t[1].dtype == t->dtype && e->t[2].dtype == ACL_INT32, "x, y of one dtype, ids int32");
-    sim_check(e, k >= 1 && k <= 1024 && k <= t->dims[1] && e->t[1].dims[1] == k && e->t[2].dims[1] == k, "k %lld", (long long)k);
+    sim_check(e, t->ndim == 2 && is_float(t->dtype) && e->t[1].dtype == t->dtype && e->t[2].dtype == ACL_INT32,
+              "x, y of one dtype, ids int32");
+    sim_check(e, k >= 1 && k <= 1024 && k <= t->dims[1] && e->t[1].dims[1] == k && e->t[2].dims[1] == k, "k %lld",
+              (long long)k);
     sim_check(e, !outFlag || (renorm == 0 && e->t[3].dtype == ACL_FLOAT), "softmax output: float32, renorm 0");
     for (int i = 0; i < 3; i++) sim_check(e, sim_contiguous(&e->t[i]), "tensor %d must be contiguous", i);
     return sim_end(e, (uint64_t)16 << 20, workspaceSize, executor);
@@ -368,8 +414,10 @@ aclnnStatus aclnnSwiGluGetWorkspaceSize(const aclTensor *x, int64_t dim, const a
     sim_out(e, out);
     const sim_tensor *h = &e->t[0], *a = &e->t[1];
     const int last = h->ndim - 1;
-    sim_check(e, (dim == -1 || dim == last) && a->ndim == h->ndim && h->dtype == a->dtype && is_float(h->dtype), "last dimension, one dtype");
-    sim_check(e, last >= 0 && h->dims[last] == 2 * a->dims[last] && sim_numel(h) == 2 * sim_numel(a), "out must be half of x");
+    sim_check(e, (dim == -1 || dim == last) && a->ndim == h->ndim && h->dtype == a->dtype && is_float(h->dtype),
+              "last dimension, one dtype");
+    sim_check(e, last >= 0 && h->dims[last] == 2 * a->dims[last] && sim_numel(h) == 2 * sim_numel(a),
+              "out must be half of x");
     sim_check(e, sim_contiguous(h) && sim_contiguous(a), "contiguous only");
     return sim_end(e, 0, workspaceSize, executor);
 }
@@ -390,7 +438,8 @@ static void swiglu_grad(sim_exec *e) /* da, h, dh */
     sim_store_float(e, 2, dh);
 }
 
-aclnnStatus aclnnSwiGluGradGetWorkspaceSize(const aclTensor *yGrad, const aclTensor *x, int64_t dim, const aclTensor *out, SIM_WS)
+aclnnStatus aclnnSwiGluGradGetWorkspaceSize(const aclTensor *yGrad, const aclTensor *x, int64_t dim,
+                                            const aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("SwiGluGrad", swiglu_grad);
     sim_in(e, yGrad);
@@ -398,7 +447,10 @@ aclnnStatus aclnnSwiGluGradGetWorkspaceSize(const aclTensor *yGrad, const aclTen
     sim_out(e, out);
     const sim_tensor *d = &e->t[0], *h = &e->t[1];
     const int last = h->ndim - 1;
-    sim_check(e, (dim == -1 || dim == last) && d->ndim == h->ndim && h->dtype == d->dtype && is_float(h->dtype) && e->t[2].dtype == h->dtype, "last dimension, one dtype");
+    sim_check(e,
+              (dim == -1 || dim == last) && d->ndim == h->ndim && h->dtype == d->dtype && is_float(h->dtype) &&
+                  e->t[2].dtype == h->dtype,
+              "last dimension, one dtype");
     sim_check(e, sim_same_shape(h, &e->t[2]) && sim_numel(h) == 2 * sim_numel(d), "shapes disagree");
     sim_check(e, sim_contiguous(d) && sim_contiguous(&e->t[2]), "contiguous only");
     sim_check(e, sim_numel(h) > 0 || fmoe_sim_option("lenient"), "empty tensors are not supported");

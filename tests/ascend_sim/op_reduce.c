@@ -7,7 +7,9 @@
 #include "sim.h"
 
 /* A tensor seen as [outer, n, inner] around dimension dim. */
-typedef struct { int64_t outer, n, inner; } around;
+typedef struct {
+    int64_t outer, n, inner;
+} around;
 
 static around split(const sim_tensor *t, int64_t dim)
 {
@@ -17,7 +19,9 @@ static around split(const sim_tensor *t, int64_t dim)
     return a;
 }
 
-#define LOOP(a, o, q) for (int64_t o = 0; o < (a).outer; o++) for (int64_t q = 0; q < (a).inner; q++)
+#define LOOP(a, o, q)                                                                                                  \
+    for (int64_t o = 0; o < (a).outer; o++)                                                                            \
+        for (int64_t q = 0; q < (a).inner; q++)
 #define AT(a, o, i, q) (((o) * (a).n + (i)) * (a).inner + (q))
 
 /* ---- Reduction over a set of dimensions ---- */
@@ -46,11 +50,13 @@ static void reduce(sim_exec *e) /* in, out; i[0] kind, i[1] bit mask of dimensio
         else if (kind == ALL) r[to] = r[to] != 0 && v[i] != 0;
         else r[to] = r[to] != 0 || v[i] != 0;
     }
-    if (kind == MEAN) for (int64_t i = 0; i < m; i++) r[i] /= (double)n / (double)m;
+    if (kind == MEAN)
+        for (int64_t i = 0; i < m; i++) r[i] /= (double)n / (double)m;
     sim_store(e, 1, r);
 }
 
-static aclnnStatus reduction(const char *name, int kind, const aclTensor *self, const aclIntArray *dims, aclTensor *out, SIM_WS)
+static aclnnStatus reduction(const char *name, int kind, const aclTensor *self, const aclIntArray *dims, aclTensor *out,
+                             SIM_WS)
 {
     sim_exec *e = sim_begin(name, reduce);
     sim_in(e, self);
@@ -61,24 +67,28 @@ static aclnnStatus reduction(const char *name, int kind, const aclTensor *self, 
     int64_t left = 1;
     for (int64_t i = 0; i < n; i++) e->i[1] |= (int64_t)1 << (list[i] < 0 ? list[i] + e->t[0].ndim : list[i]);
     if (n <= 0) e->i[1] = ((int64_t)1 << e->t[0].ndim) - 1;
-    for (int d = 0; d < e->t[0].ndim; d++) if (!(e->i[1] >> d & 1)) left *= e->t[0].dims[d];
+    for (int d = 0; d < e->t[0].ndim; d++)
+        if (!(e->i[1] >> d & 1)) left *= e->t[0].dims[d];
     sim_check(e, e->status || left == sim_numel(&e->t[1]), "out has the wrong size");
     return sim_end(e, 0, workspaceSize, executor);
 }
 
-aclnnStatus aclnnReduceSumGetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, aclDataType dtype, aclTensor *out, SIM_WS)
+aclnnStatus aclnnReduceSumGetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, aclDataType dtype,
+                                           aclTensor *out, SIM_WS)
 {
     (void)keep, (void)dtype;
     return reduction("ReduceSum", SUM, self, dims, out, workspaceSize, executor);
 }
 
-aclnnStatus aclnnMeanGetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, aclDataType dtype, aclTensor *out, SIM_WS)
+aclnnStatus aclnnMeanGetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, aclDataType dtype,
+                                      aclTensor *out, SIM_WS)
 {
     (void)keep, (void)dtype;
     return reduction("Mean", MEAN, self, dims, out, workspaceSize, executor);
 }
 
-aclnnStatus aclnnMeanV2GetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, bool noop, aclTensor *out, SIM_WS)
+aclnnStatus aclnnMeanV2GetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, bool noop,
+                                        aclTensor *out, SIM_WS)
 {
     (void)keep, (void)noop;
     return reduction("MeanV2", MEAN, self, dims, out, workspaceSize, executor);
@@ -90,7 +100,10 @@ aclnnStatus aclnnAmaxGetWorkspaceSize(const aclTensor *self, const aclIntArray *
     return reduction("Amax", MAX, self, dims, out, workspaceSize, executor);
 }
 
-aclnnStatus aclnnMaxGetWorkspaceSize(const aclTensor *self, aclTensor *out, SIM_WS) { return reduction("Max", MAX, self, NULL, out, workspaceSize, executor); }
+aclnnStatus aclnnMaxGetWorkspaceSize(const aclTensor *self, aclTensor *out, SIM_WS)
+{
+    return reduction("Max", MAX, self, NULL, out, workspaceSize, executor);
+}
 
 aclnnStatus aclnnAllGetWorkspaceSize(const aclTensor *self, const aclIntArray *dims, bool keep, aclTensor *out, SIM_WS)
 {
@@ -118,7 +131,8 @@ static void softmax(sim_exec *e) /* in, out; i[0] dim, i[1] log */
 {
     const around a = split(&e->t[0], e->i[0]);
     double *v = sim_load(e, 0);
-    LOOP(a, o, q) {
+    LOOP(a, o, q)
+    {
         double top = -INFINITY, sum = 0;
         for (int64_t i = 0; i < a.n; i++) top = fmax(top, v[AT(a, o, i, q)]);
         for (int64_t i = 0; i < a.n; i++) sum += exp(v[AT(a, o, i, q)] - top);
@@ -135,7 +149,8 @@ static void softmax_grad(sim_exec *e) /* dy, y, dx */
     const around a = split(&e->t[1], e->i[0]);
     const double *g = sim_load(e, 0);
     double *y = sim_load(e, 1);
-    LOOP(a, o, q) {
+    LOOP(a, o, q)
+    {
         double sum = 0;
         for (int64_t i = 0; i < a.n; i++) sum += g[AT(a, o, i, q)] * (e->i[1] ? 1 : y[AT(a, o, i, q)]);
         for (int64_t i = 0; i < a.n; i++) {
@@ -146,29 +161,30 @@ static void softmax_grad(sim_exec *e) /* dy, y, dx */
     sim_store(e, 2, y);
 }
 
-#define SOFTMAX(Name, log_)                                                                                                  \
-    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, int64_t dim, aclTensor *out, SIM_WS)                    \
-    {                                                                                                                        \
-        sim_exec *e = sim_begin(#Name, softmax);                                                                             \
-        sim_in(e, self);                                                                                                     \
-        sim_out(e, out);                                                                                                     \
-        e->i[0] = dim;                                                                                                       \
-        e->i[1] = log_;                                                                                                      \
-        sim_check(e, sim_same_shape(&e->t[0], &e->t[1]), "out must have self's shape");                                      \
-        return sim_end(e, 0, workspaceSize, executor);                                                                       \
-    }                                                                                                                        \
-    SIM_PHASE2(Name)                                                                                                         \
-    aclnnStatus aclnn##Name##BackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *output, int64_t dim, aclTensor *out, SIM_WS) \
-    {                                                                                                                        \
-        sim_exec *e = sim_begin(#Name "Backward", softmax_grad);                                                             \
-        sim_in(e, grad);                                                                                                     \
-        sim_in(e, output);                                                                                                   \
-        sim_out(e, out);                                                                                                     \
-        e->i[0] = dim;                                                                                                       \
-        e->i[1] = log_;                                                                                                      \
-        sim_check(e, sim_same_shape(&e->t[0], &e->t[1]) && sim_same_shape(&e->t[0], &e->t[2]), "shapes disagree");           \
-        return sim_end(e, 0, workspaceSize, executor);                                                                       \
-    }                                                                                                                        \
+#define SOFTMAX(Name, log_)                                                                                            \
+    aclnnStatus aclnn##Name##GetWorkspaceSize(const aclTensor *self, int64_t dim, aclTensor *out, SIM_WS)              \
+    {                                                                                                                  \
+        sim_exec *e = sim_begin(#Name, softmax);                                                                       \
+        sim_in(e, self);                                                                                               \
+        sim_out(e, out);                                                                                               \
+        e->i[0] = dim;                                                                                                 \
+        e->i[1] = log_;                                                                                                \
+        sim_check(e, sim_same_shape(&e->t[0], &e->t[1]), "out must have self's shape");                                \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
+    SIM_PHASE2(Name)                                                                                                   \
+    aclnnStatus aclnn##Name##BackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *output, int64_t dim,     \
+                                                      aclTensor *out, SIM_WS)                                          \
+    {                                                                                                                  \
+        sim_exec *e = sim_begin(#Name "Backward", softmax_grad);                                                       \
+        sim_in(e, grad);                                                                                               \
+        sim_in(e, output);                                                                                             \
+        sim_out(e, out);                                                                                               \
+        e->i[0] = dim;                                                                                                 \
+        e->i[1] = log_;                                                                                                \
+        sim_check(e, sim_same_shape(&e->t[0], &e->t[1]) && sim_same_shape(&e->t[0], &e->t[2]), "shapes disagree");     \
+        return sim_end(e, 0, workspaceSize, executor);                                                                 \
+    }                                                                                                                  \
     SIM_PHASE2(Name##Backward)
 
 SOFTMAX(Softmax, 0)
@@ -176,7 +192,10 @@ SOFTMAX(LogSoftmax, 1)
 
 /* ---- Sort and top-k: NaN is the largest, as in torch ---- */
 
-typedef struct { double v; int64_t i; } item;
+typedef struct {
+    double v;
+    int64_t i;
+} item;
 
 static int larger(double a, double b) { return isnan(a) ? !isnan(b) : a > b; }
 
@@ -206,7 +225,8 @@ static void sort(sim_exec *e) /* in, values, indices; i: dim, largest first, how
     double *values = sim_buffer(e, (size_t)m * sizeof *values);
     int64_t *index = sim_buffer(e, (size_t)m * sizeof *index);
     item *line = sim_buffer(e, (size_t)a.n * sizeof *line);
-    LOOP(a, o, q) {
+    LOOP(a, o, q)
+    {
         for (int64_t i = 0; i < a.n; i++) line[i] = (item){v[AT(a, o, i, q)], i};
         qsort(line, (size_t)a.n, sizeof *line, e->i[1] ? descending : ascending);
         for (int64_t i = 0; i < b.n; i++) {
@@ -218,7 +238,8 @@ static void sort(sim_exec *e) /* in, values, indices; i: dim, largest first, how
     sim_store_int(e, 2, index);
 }
 
-static aclnnStatus order(const char *name, const aclTensor *self, int64_t dim, bool large, int64_t k, aclTensor *values, aclTensor *indices, SIM_WS)
+static aclnnStatus order(const char *name, const aclTensor *self, int64_t dim, bool large, int64_t k, aclTensor *values,
+                         aclTensor *indices, SIM_WS)
 {
     sim_exec *e = sim_begin(name, sort);
     sim_in(e, self);
@@ -229,17 +250,21 @@ static aclnnStatus order(const char *name, const aclTensor *self, int64_t dim, b
     e->i[1] = large;
     e->i[2] = k < 0 ? a.n : k;
     sim_check(e, e->t[2].dtype == ACL_INT64, "indices must be int64");
-    sim_check(e, e->i[2] <= a.n && sim_numel(&e->t[1]) == a.outer * e->i[2] * a.inner && sim_same_shape(&e->t[1], &e->t[2]), "shapes disagree");
+    sim_check(
+        e, e->i[2] <= a.n && sim_numel(&e->t[1]) == a.outer * e->i[2] * a.inner && sim_same_shape(&e->t[1], &e->t[2]),
+        "shapes disagree");
     return sim_end(e, 0, workspaceSize, executor);
 }
 
-aclnnStatus aclnnTopkGetWorkspaceSize(const aclTensor *self, int64_t k, int64_t dim, bool largest, bool sorted, aclTensor *values, aclTensor *indices, SIM_WS)
+aclnnStatus aclnnTopkGetWorkspaceSize(const aclTensor *self, int64_t k, int64_t dim, bool largest, bool sorted,
+                                      aclTensor *values, aclTensor *indices, SIM_WS)
 {
     (void)sorted;
     return order("Topk", self, dim, largest, k, values, indices, workspaceSize, executor);
 }
 
-aclnnStatus aclnnSortGetWorkspaceSize(const aclTensor *self, bool stable, int64_t dim, bool desc, aclTensor *values, aclTensor *indices, SIM_WS)
+aclnnStatus aclnnSortGetWorkspaceSize(const aclTensor *self, bool stable, int64_t dim, bool desc, aclTensor *values,
+                                      aclTensor *indices, SIM_WS)
 {
     (void)stable;
     return order("Sort", self, dim, desc, -1, values, indices, workspaceSize, executor);
@@ -264,7 +289,8 @@ aclnnStatus aclnnCumsumGetWorkspaceSize(const aclTensor *self, int64_t dim, aclD
     sim_in(e, self);
     sim_out(e, out);
     e->i[0] = dim;
-    sim_check(e, sim_same_shape(&e->t[0], &e->t[1]) && e->t[1].dtype == dtype, "out must have self's shape and dtype %d", dtype);
+    sim_check(e, sim_same_shape(&e->t[0], &e->t[1]) && e->t[1].dtype == dtype,
+              "out must have self's shape and dtype %d", dtype);
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Cumsum)
@@ -283,7 +309,8 @@ static void histc(sim_exec *e)
     sim_store(e, 1, count);
 }
 
-aclnnStatus aclnnHistcGetWorkspaceSize(const aclTensor *self, int64_t bins, const aclScalar *min, const aclScalar *max, aclTensor *out, SIM_WS)
+aclnnStatus aclnnHistcGetWorkspaceSize(const aclTensor *self, int64_t bins, const aclScalar *min, const aclScalar *max,
+                                       aclTensor *out, SIM_WS)
 {
     sim_exec *e = sim_begin("Histc", histc);
     sim_in(e, self);
@@ -305,7 +332,10 @@ static void nll(sim_exec *e) /* logp, target, out, total */
     double sum = 0, total = 0;
     for (int64_t i = 0; i < n; i++) {
         if (y[i] == e->i[1]) continue;
-        if (y[i] < 0 || y[i] >= c) { sim_abort(e, "target %lld", (long long)y[i]); return; }
+        if (y[i] < 0 || y[i] >= c) {
+            sim_abort(e, "target %lld", (long long)y[i]);
+            return;
+        }
         sum -= p[i * c + y[i]];
         total++;
     }
@@ -320,12 +350,13 @@ static void nll_grad(sim_exec *e) /* dout, logp, target, total, dlogp */
     const double g = *sim_load(e, 0), total = *sim_load(e, 3);
     double *d = sim_buffer(e, (size_t)(n * c) * sizeof *d);
     memset(d, 0, (size_t)(n * c) * sizeof *d);
-    for (int64_t i = 0; i < n; i++) if (y[i] != e->i[1] && y[i] >= 0 && y[i] < c) d[i * c + y[i]] = -g / (e->i[0] == 1 ? total : 1);
+    for (int64_t i = 0; i < n; i++)
+        if (y[i] != e->i[1] && y[i] >= 0 && y[i] < c) d[i * c + y[i]] = -g / (e->i[0] == 1 ? total : 1);
     sim_store(e, 4, d);
 }
 
-aclnnStatus aclnnNLLLossGetWorkspaceSize(const aclTensor *self, const aclTensor *target, const aclTensor *weight, int64_t reduction_, int64_t ignore,
-                                         aclTensor *out, aclTensor *total, SIM_WS)
+aclnnStatus aclnnNLLLossGetWorkspaceSize(const aclTensor *self, const aclTensor *target, const aclTensor *weight,
+                                         int64_t reduction_, int64_t ignore, aclTensor *out, aclTensor *total, SIM_WS)
 {
     (void)weight;
     sim_exec *e = sim_begin("NLLLoss", nll);
@@ -340,8 +371,9 @@ aclnnStatus aclnnNLLLossGetWorkspaceSize(const aclTensor *self, const aclTensor 
 }
 SIM_PHASE2(NLLLoss)
 
-aclnnStatus aclnnNLLLossBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *self, const aclTensor *target, const aclTensor *weight,
-                                                 int64_t reduction_, int64_t ignore, const aclTensor *total, aclTensor *out, SIM_WS)
+aclnnStatus aclnnNLLLossBackwardGetWorkspaceSize(const aclTensor *grad, const aclTensor *self, const aclTensor *target,
+                                                 const aclTensor *weight, int64_t reduction_, int64_t ignore,
+                                                 const aclTensor *total, aclTensor *out, SIM_WS)
 {
     (void)weight;
     sim_exec *e = sim_begin("NLLLossBackward", nll_grad);

@@ -9,10 +9,10 @@
 #include "sim.h"
 #include "stream.h"
 
-#define ENTER()                               \
-    do {                                      \
-        const int code_ = sim_enter(__func__); \
-        if (code_) return code_;              \
+#define ENTER()                                                                                                        \
+    do {                                                                                                               \
+        const int code_ = sim_enter(__func__);                                                                         \
+        if (code_) return code_;                                                                                       \
     } while (0)
 
 enum { DEVICES = 2 };
@@ -130,11 +130,29 @@ static aclError allocate(void **p, size_t bytes)
     return e;
 }
 
-aclError aclrtMalloc(void **p, size_t bytes, int policy) { (void)policy; ENTER(); return allocate(p, bytes); }
-aclError aclrtMallocAlign32(void **p, size_t bytes, int policy) { (void)policy; ENTER(); return allocate(p, bytes); }
-aclError aclrtFree(void *p) { sim_enter(__func__); return sim_free(p); }
+aclError aclrtMalloc(void **p, size_t bytes, int policy)
+{
+    (void)policy;
+    ENTER();
+    return allocate(p, bytes);
+}
+aclError aclrtMallocAlign32(void **p, size_t bytes, int policy)
+{
+    (void)policy;
+    ENTER();
+    return allocate(p, bytes);
+}
+aclError aclrtFree(void *p)
+{
+    sim_enter(__func__);
+    return sim_free(p);
+}
 
-typedef struct pinned { char *p; size_t bytes; struct pinned *next; } pinned;
+typedef struct pinned {
+    char *p;
+    size_t bytes;
+    struct pinned *next;
+} pinned;
 static pthread_mutex_t pinned_lock = PTHREAD_MUTEX_INITIALIZER;
 static pinned *pinned_list;
 
@@ -182,13 +200,19 @@ static bool is_pinned(const void *p)
     return found;
 }
 
-typedef struct { void *dst; const void *src; size_t bytes; } copy_job;
+typedef struct {
+    void *dst;
+    const void *src;
+    size_t bytes;
+} copy_job;
 
 /* Host addresses of both sides, and the count; 0 when the kind does not fit the addresses. */
 static aclError resolve(copy_job *j, void *dst, size_t max, const void *src, size_t bytes, int kind)
 {
     const bool to = sim_is_device(dst), from = sim_is_device(src);
-    const int real = to ? (from ? ACL_DEVICE_TO_DEVICE : ACL_HOST_TO_DEVICE) : from ? ACL_DEVICE_TO_HOST : ACL_HOST_TO_HOST;
+    const int real = to     ? (from ? ACL_DEVICE_TO_DEVICE : ACL_HOST_TO_DEVICE)
+                     : from ? ACL_DEVICE_TO_HOST
+                            : ACL_HOST_TO_HOST;
     if (bytes > max) return ACL_E_PARAM;
     if (kind != ACL_DEFAULT && kind != real) {
         sim_violation("copy of kind %d between addresses of kind %d", kind, real);
@@ -199,7 +223,10 @@ static aclError resolve(copy_job *j, void *dst, size_t max, const void *src, siz
         return ACL_E_PARAM;
     }
     sim_add(real == ACL_HOST_TO_DEVICE ? "copies_h2d" : real == ACL_DEVICE_TO_HOST ? "copies_d2h" : "copies_d2d", 1);
-    sim_add(real == ACL_HOST_TO_DEVICE ? "bytes_h2d" : real == ACL_DEVICE_TO_HOST ? "bytes_d2h" : "bytes_d2d", (int64_t)bytes);
+    sim_add(real == ACL_HOST_TO_DEVICE   ? "bytes_h2d"
+            : real == ACL_DEVICE_TO_HOST ? "bytes_d2h"
+                                         : "bytes_d2d",
+            (int64_t)bytes);
     *j = (copy_job){to ? sim_twin(dst) : dst, from ? sim_twin(src) : src, bytes};
     return ACL_OK;
 }
@@ -236,7 +263,11 @@ aclError aclrtMemcpyAsync(void *dst, size_t max, const void *src, size_t bytes, 
     return pageable ? sim_stream_wait(stream) : ACL_OK;
 }
 
-typedef struct { void *dst; int value; size_t bytes; } fill_job;
+typedef struct {
+    void *dst;
+    int value;
+    size_t bytes;
+} fill_job;
 
 aclError aclrtMemset(void *dst, size_t max, int32_t value, size_t bytes)
 {
@@ -272,7 +303,12 @@ aclError aclrtMemsetAsync(void *dst, size_t max, int32_t value, size_t bytes, ac
 
 /* ---- Streams ---- */
 
-aclError aclrtCreateStream(aclrtStream *s) { ENTER(); *s = sim_stream_new(); return ACL_OK; }
+aclError aclrtCreateStream(aclrtStream *s)
+{
+    ENTER();
+    *s = sim_stream_new();
+    return ACL_OK;
+}
 
 aclError aclrtCreateStreamWithConfig(aclrtStream *s, uint32_t priority, uint32_t flag)
 {
@@ -282,9 +318,22 @@ aclError aclrtCreateStreamWithConfig(aclrtStream *s, uint32_t priority, uint32_t
     return ACL_OK;
 }
 
-aclError aclrtDestroyStream(aclrtStream s) { sim_enter(__func__); return sim_stream_delete(s); }
-aclError aclrtDestroyStreamForce(aclrtStream s) { sim_enter(__func__); return sim_stream_delete(s); }
-aclError aclrtSetStreamFailureMode(aclrtStream s, uint64_t mode) { (void)s, (void)mode; ENTER(); return ACL_OK; }
+aclError aclrtDestroyStream(aclrtStream s)
+{
+    sim_enter(__func__);
+    return sim_stream_delete(s);
+}
+aclError aclrtDestroyStreamForce(aclrtStream s)
+{
+    sim_enter(__func__);
+    return sim_stream_delete(s);
+}
+aclError aclrtSetStreamFailureMode(aclrtStream s, uint64_t mode)
+{
+    (void)s, (void)mode;
+    ENTER();
+    return ACL_OK;
+}
 
 aclError aclrtStreamQuery(aclrtStream s, int *status)
 {
@@ -294,31 +343,106 @@ aclError aclrtStreamQuery(aclrtStream s, int *status)
     return ACL_OK;
 }
 
-#define SYNC()               \
-    do {                     \
-        ENTER();             \
-        sim_add("syncs", 1); \
+#define SYNC()                                                                                                         \
+    do {                                                                                                               \
+        ENTER();                                                                                                       \
+        sim_add("syncs", 1);                                                                                           \
     } while (0)
 
-aclError aclrtSynchronizeStream(aclrtStream s) { SYNC(); return sim_stream_wait(s); }
-aclError aclrtSynchronizeStreamWithTimeout(aclrtStream s, int32_t ms) { (void)ms; SYNC(); return sim_stream_wait(s); }
-aclError aclrtSynchronizeDevice(void) { SYNC(); return sim_device_wait(); }
-aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms) { (void)ms; SYNC(); return sim_device_wait(); }
+aclError aclrtSynchronizeStream(aclrtStream s)
+{
+    SYNC();
+    return sim_stream_wait(s);
+}
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream s, int32_t ms)
+{
+    (void)ms;
+    SYNC();
+    return sim_stream_wait(s);
+}
+aclError aclrtSynchronizeDevice(void)
+{
+    SYNC();
+    return sim_device_wait();
+}
+aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms)
+{
+    (void)ms;
+    SYNC();
+    return sim_device_wait();
+}
 
 /* ---- Events ---- */
 
-static aclError new_event(aclrtEvent *e) { *e = sim_event_new(); return ACL_OK; }
-aclError aclrtCreateEvent(aclrtEvent *e) { ENTER(); return new_event(e); }
-aclError aclrtCreateEventWithFlag(aclrtEvent *e, uint32_t flag) { (void)flag; ENTER(); return new_event(e); }
-aclError aclrtCreateEventExWithFlag(aclrtEvent *e, uint32_t flag) { (void)flag; ENTER(); return new_event(e); }
-aclError aclrtDestroyEvent(aclrtEvent e) { sim_enter(__func__); sim_event_release(e); return ACL_OK; }
-aclError aclrtRecordEvent(aclrtEvent e, aclrtStream s) { ENTER(); return sim_event_record(e, s); }
-aclError aclrtResetEvent(aclrtEvent e, aclrtStream s) { (void)e, (void)s; ENTER(); return ACL_OK; }
-aclError aclrtStreamWaitEvent(aclrtStream s, aclrtEvent e) { ENTER(); return sim_event_make_wait(e, s); }
-aclError aclrtSynchronizeEvent(aclrtEvent e) { SYNC(); sim_event_wait(e); return ACL_OK; }
-aclError aclrtSynchronizeEventWithTimeout(aclrtEvent e, int32_t ms) { (void)ms; SYNC(); sim_event_wait(e); return ACL_OK; }
-aclError aclrtQueryEventStatus(aclrtEvent e, int *status) { ENTER(); *status = sim_event_done(e); return ACL_OK; }
-aclError aclrtQueryEventWaitStatus(aclrtEvent e, int *status) { ENTER(); *status = !sim_event_done(e); return ACL_OK; }
+static aclError new_event(aclrtEvent *e)
+{
+    *e = sim_event_new();
+    return ACL_OK;
+}
+aclError aclrtCreateEvent(aclrtEvent *e)
+{
+    ENTER();
+    return new_event(e);
+}
+aclError aclrtCreateEventWithFlag(aclrtEvent *e, uint32_t flag)
+{
+    (void)flag;
+    ENTER();
+    return new_event(e);
+}
+aclError aclrtCreateEventExWithFlag(aclrtEvent *e, uint32_t flag)
+{
+    (void)flag;
+    ENTER();
+    return new_event(e);
+}
+aclError aclrtDestroyEvent(aclrtEvent e)
+{
+    sim_enter(__func__);
+    sim_event_release(e);
+    return ACL_OK;
+}
+aclError aclrtRecordEvent(aclrtEvent e, aclrtStream s)
+{
+    ENTER();
+    return sim_event_record(e, s);
+}
+aclError aclrtResetEvent(aclrtEvent e, aclrtStream s)
+{
+    (void)e, (void)s;
+    ENTER();
+    return ACL_OK;
+}
+aclError aclrtStreamWaitEvent(aclrtStream s, aclrtEvent e)
+{
+    ENTER();
+    return sim_event_make_wait(e, s);
+}
+aclError aclrtSynchronizeEvent(aclrtEvent e)
+{
+    SYNC();
+    sim_event_wait(e);
+    return ACL_OK;
+}
+aclError aclrtSynchronizeEventWithTimeout(aclrtEvent e, int32_t ms)
+{
+    (void)ms;
+    SYNC();
+    sim_event_wait(e);
+    return ACL_OK;
+}
+aclError aclrtQueryEventStatus(aclrtEvent e, int *status)
+{
+    ENTER();
+    *status = sim_event_done(e);
+    return ACL_OK;
+}
+aclError aclrtQueryEventWaitStatus(aclrtEvent e, int *status)
+{
+    ENTER();
+    *status = !sim_event_done(e);
+    return ACL_OK;
+}
 
 aclError aclrtEventElapsedTime(float *ms, aclrtEvent a, aclrtEvent b)
 {
@@ -335,7 +459,9 @@ static const char *version(void)
     return v ? v : "8.5.0";
 }
 
-typedef struct { char version[128], major[64], minor[64], release[64], patch[64], reserved[128]; } cann_version;
+typedef struct {
+    char version[128], major[64], minor[64], release[64], patch[64], reserved[128];
+} cann_version;
 
 aclError aclsysGetCANNVersion(int package, cann_version *v)
 {
@@ -360,13 +486,48 @@ aclError aclsysGetVersionStr(char *package, char *out)
 
 static int64_t sys_options[16];
 
-aclError aclrtGetSysParamOpt(int opt, int64_t *value) { ENTER(); *value = sys_options[opt & 15]; return ACL_OK; }
-aclError aclrtSetSysParamOpt(int opt, int64_t value) { ENTER(); sys_options[opt & 15] = value; return ACL_OK; }
-aclError aclrtCtxSetSysParamOpt(int opt, int64_t value) { ENTER(); sys_options[opt & 15] = value; return ACL_OK; }
-aclError aclrtSetDeviceSatMode(int mode) { (void)mode; ENTER(); return ACL_OK; }
-aclError aclrtPeekAtLastError(int level) { (void)level; ENTER(); return ACL_OK; }
-aclError aclrtGetLastError(int level) { (void)level; ENTER(); return ACL_OK; }
-size_t aclGetCompileoptSize(int opt) { (void)opt; sim_enter(__func__); return 16; }
+aclError aclrtGetSysParamOpt(int opt, int64_t *value)
+{
+    ENTER();
+    *value = sys_options[opt & 15];
+    return ACL_OK;
+}
+aclError aclrtSetSysParamOpt(int opt, int64_t value)
+{
+    ENTER();
+    sys_options[opt & 15] = value;
+    return ACL_OK;
+}
+aclError aclrtCtxSetSysParamOpt(int opt, int64_t value)
+{
+    ENTER();
+    sys_options[opt & 15] = value;
+    return ACL_OK;
+}
+aclError aclrtSetDeviceSatMode(int mode)
+{
+    (void)mode;
+    ENTER();
+    return ACL_OK;
+}
+aclError aclrtPeekAtLastError(int level)
+{
+    (void)level;
+    ENTER();
+    return ACL_OK;
+}
+aclError aclrtGetLastError(int level)
+{
+    (void)level;
+    ENTER();
+    return ACL_OK;
+}
+size_t aclGetCompileoptSize(int opt)
+{
+    (void)opt;
+    sim_enter(__func__);
+    return 16;
+}
 
 aclError aclGetCompileopt(int opt, char *value, size_t n)
 {
@@ -375,8 +536,19 @@ aclError aclGetCompileopt(int opt, char *value, size_t n)
     return ACL_OK;
 }
 
-aclError aclSetCompileopt(int opt, const char *value) { (void)opt, (void)value; ENTER(); return ACL_OK; }
-aclError aclGetCannAttribute(int attr, int32_t *value) { (void)attr; ENTER(); *value = 1; return ACL_OK; }
+aclError aclSetCompileopt(int opt, const char *value)
+{
+    (void)opt, (void)value;
+    ENTER();
+    return ACL_OK;
+}
+aclError aclGetCannAttribute(int attr, int32_t *value)
+{
+    (void)attr;
+    ENTER();
+    *value = 1;
+    return ACL_OK;
+}
 
 aclError aclGetDeviceCapability(uint32_t id, int info, int64_t *value)
 {

@@ -9,8 +9,8 @@
  *   array.c    what a kernel uses to read and write tensors
  *   op_*.c     the operators
  *
- * A "violation" is something a real device would not notice at once but must never see: a descriptor freed between the two
- * phases, an executor run twice, an unaligned base address, memory that is no longer allocated. Tests want none. */
+ * A "violation" is something a real device would not notice at once but must never see: a descriptor freed between the
+ * two phases, an executor run twice, an unaligned base address, memory that is no longer allocated. Tests want none. */
 #ifndef FMOE_SIM_H
 #define FMOE_SIM_H
 
@@ -34,8 +34,8 @@ int64_t fmoe_sim_get(const char *counter);                       /* a counter, o
 void fmoe_sim_fail(const char *function, int64_t nth, int code); /* "*": any; the nth call from now; nth 0: none */
 void fmoe_sim_set(const char *what, int64_t value);              /* delays and switches, see count.c */
 int64_t fmoe_sim_option(const char *what);
-size_t fmoe_sim_trace(char *text, size_t n);                     /* one line a launch */
-const char *fmoe_sim_violation_text(void);                       /* the first one */
+size_t fmoe_sim_trace(char *text, size_t n); /* one line a launch */
+const char *fmoe_sim_violation_text(void);   /* the first one */
 
 /* ---- memory.c ---- */
 
@@ -95,10 +95,10 @@ struct sim_exec {
 
 /* Phase 1: begin, name the tensors, check, end. Errors are remembered; end answers with the first. */
 sim_exec *sim_begin(const char *name, sim_kernel kernel);
-int sim_in(sim_exec *e, const aclTensor *t);          /* index into e->t */
+int sim_in(sim_exec *e, const aclTensor *t); /* index into e->t */
 int sim_in_optional(sim_exec *e, const aclTensor *t);
 int sim_out(sim_exec *e, const aclTensor *t);
-int sim_inout(sim_exec *e, const aclTensor *t);       /* read and written */
+int sim_inout(sim_exec *e, const aclTensor *t);                             /* read and written */
 int sim_list(sim_exec *e, const aclTensorList *l, bool is_out, int *count); /* index of the first */
 void sim_check(sim_exec *e, bool good, const char *format, ...) __attribute__((format(printf, 3, 4)));
 aclnnStatus sim_end(sim_exec *e, uint64_t workspace, uint64_t *workspaceSize, aclOpExecutor **executor);
@@ -111,17 +111,17 @@ size_t sim_dtype_size(int dtype);
 bool sim_contiguous(const sim_tensor *t);
 bool sim_same_shape(const sim_tensor *a, const sim_tensor *b);
 
-#define SIM_PHASE2(Name)                                                                                        \
-    aclnnStatus aclnn##Name(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, aclrtStream stream) \
-    {                                                                                                           \
-        return sim_run(#Name, workspace, workspaceSize, executor, stream);                                      \
+#define SIM_PHASE2(Name)                                                                                               \
+    aclnnStatus aclnn##Name(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor, aclrtStream stream)      \
+    {                                                                                                                  \
+        return sim_run(#Name, workspace, workspaceSize, executor, stream);                                             \
     }
 
 /* ---- array.c: inside a kernel. Buffers live until the kernel is done. ---- */
 
 void *sim_buffer(sim_exec *e, size_t bytes);
-double *sim_load(sim_exec *e, int tensor);                                     /* the view, row-major */
-double *sim_load_as(sim_exec *e, int tensor, const sim_tensor *like);          /* broadcast to the shape of another */
+double *sim_load(sim_exec *e, int tensor);                            /* the view, row-major */
+double *sim_load_as(sim_exec *e, int tensor, const sim_tensor *like); /* broadcast to the shape of another */
 float *sim_load_float(sim_exec *e, int tensor);
 int64_t *sim_load_int(sim_exec *e, int tensor);
 void sim_store(sim_exec *e, int tensor, const double *values);

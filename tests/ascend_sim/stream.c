@@ -8,7 +8,11 @@
 #include "sim.h"
 #include "stream.h"
 
-typedef struct task { void (*fn)(void *); void *arg; struct task *next; } task;
+typedef struct task {
+    void (*fn)(void *);
+    void *arg;
+    struct task *next;
+} task;
 
 struct sim_stream {
     pthread_mutex_t lock;
@@ -183,7 +187,10 @@ void sim_event_release(sim_event *e)
     sim_add("live_events", -1);
 }
 
-typedef struct { sim_event *event; int64_t number; } mark;
+typedef struct {
+    sim_event *event;
+    int64_t number;
+} mark;
 
 static void record_task(void *arg)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * stubs.c - symbols that must resolve for torch_npu to load and that nothing here calls: they answer "not supported" and say
- * who asked. Profiling and logging do nothing. */
+ * stubs.c - symbols that must resolve for torch_npu to load and that nothing here calls: they answer "not supported"
+ * and say who asked. Profiling and logging do nothing. */
 #include <stdio.h>
 
 #include "sim.h"
@@ -12,9 +12,16 @@ static int refuse(const char *name)
     return ACL_E_UNSUPPORTED;
 }
 
-#define REFUSE(name) int name(void) { return refuse(#name); }
-#define NOTHING(name) int name(void) { return 0; }
-#define OBJECT(name) void *name(void) { static char object[64]; return object; } /* of the old operator path */
+#define REFUSE(name)                                                                                                   \
+    int name(void) { return refuse(#name); }
+#define NOTHING(name)                                                                                                  \
+    int name(void) { return 0; }
+#define OBJECT(name)                                                                                                   \
+    void *name(void)                                                                                                   \
+    {                                                                                                                  \
+        static char object[64];                                                                                        \
+        return object;                                                                                                 \
+    } /* of the old operator path */
 
 NOTHING(aclAppLog)
 NOTHING(MsprofRegisterCallback)

@@ -92,7 +92,8 @@ def test_every_operator_was_checked():
 
 # ---- gradients, in double: f64 tensors run the specification itself ------------------------------------------------------
 
-ACTS = ["SWIGLU", "GEGLU", "GEGLU_TANH", "REGLU", "SWIGLU_CLAMP", "SWIGLU_OAI", "SWIGLU_CLAMP_OUT", "SILU", "GELU", "GELU_TANH", "RELU", "RELU2"]
+ACTS = ["SWIGLU", "GEGLU", "GEGLU_TANH", "REGLU", "SWIGLU_CLAMP", "SWIGLU_OAI", "SWIGLU_CLAMP_OUT", "SILU", "GELU", "GELU_TANH",
+        "RELU", "RELU2"]  # fmt: skip
 
 
 @pytest.mark.parametrize("act", ACTS)

@@ -62,7 +62,7 @@ class Run:
             fusedmoe.apply(model)
         else:
             model.set_experts_implementation(name)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01, eps=1e-6)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.01, eps=1e-6, fused=True)
         self.warmup = torch.optim.lr_scheduler.LinearLR(self.optimizer, 0.1, total_iters=10)
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -101,7 +101,7 @@ class Run:
 def main() -> int:
     """Train, compare, draw."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("steps", 50), ("batch", 4), ("length", 128), ("layers", 4), ("H", 256), ("I", 192), ("E", 32), ("k", 4)):
+    for name, default in (("steps", 40), ("batch", 8), ("length", 128), ("layers", 4), ("H", 256), ("I", 256), ("E", 32), ("k", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=140, help="stop after that many, whatever the step")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "run", help="folder of chart, page and JSON")

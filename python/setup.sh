@@ -35,8 +35,9 @@ if [ ! -f $stamp.requirements ] || [ "$(cat $stamp.requirements)" != "$wanted" ]
     pip install -r .venv/requirements.txt
     echo "$wanted" > $stamp.requirements
 fi
-echo "setup: building fusedmoe"
-# shellcheck disable=SC2086
-pip install --no-build-isolation --no-deps --force-reinstall ${FMOE_PIP_ARGS:-} .
+cuda=AUTO
+[ -e /dev/nvidiactl ] || cuda=OFF # no NVIDIA device here: nvcc need not work for minutes
+echo "setup: building fusedmoe (CUDA $cuda)"
+PATH=$PWD/.venv/bin:$PATH pip install --no-build-isolation --no-deps --force-reinstall -C build-dir=.venv/build -C cmake.define.FMOE_CUDA=$cuda .
 .venv/bin/python -c 'import fusedmoe; print("setup: fusedmoe", fusedmoe.__version__, "in .venv")'
 echo "$now" > $stamp

@@ -51,6 +51,7 @@ extern const check_kernel_case check_kernel_cases[]; /* check_gemm.c, check_rows
 extern fmoe_kernels check_table; /* the level's */
 extern int check_level, check_top; /* the level under test, and the last one of this run */
 extern bool check_quick;           /* keep it small: an emulator or a sanitizer is at work */
+extern bool check_loose;           /* 64 bytes between memory and the forbidden page */
 
 /* ---- drawing ---- */
 

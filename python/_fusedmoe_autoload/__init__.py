@@ -18,6 +18,7 @@ from typing import Any
 
 WATCHED = {
     "transformers.integrations.moe": "fusedmoe.integrations.transformers",
+    "transformers.integrations.finegrained_fp8": "fusedmoe.integrations.transformers",
     "transformers.modeling_utils": "fusedmoe.integrations.transformers",
     "llamafactory.v1.plugins.model_plugins.kernels.interface": "fusedmoe.integrations.llamafactory",
 }

@@ -61,13 +61,9 @@ class _Experts(torch.autograd.Function):
             wanted = list(need[7:])
             for i, yes in enumerate(wanted):
                 needs |= (4 << i) if yes else 0
-        grads = ops.experts_backward(x, ids, p, w, saved, dout, *ctx.layer, needs)
-        i = 0
-        result: list[Tensor | None] = []
-        for yes in (need[0], need[2], *wanted):
-            result.append(grads[i] if yes else None)
-            i += 1 if yes else 0
-        return result[0], None, result[1], None, None, None, None, *result[2:]
+        grads = iter(ops.experts_backward(x, ids, p, w, saved, dout, *ctx.layer, needs))
+        dx, dp, *dw = [next(grads) if yes else None for yes in (need[0], need[2], *wanted)]
+        return dx, None, dp, None, None, None, None, *dw
 
 
 def experts(

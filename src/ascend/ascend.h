@@ -7,7 +7,7 @@
 
 #include "call.h"
 
-enum { ASC_CACHE = 8 };
+enum { ASC_CACHE = 32 };
 
 struct asc_plan {
     const fmoe_acl *acl;

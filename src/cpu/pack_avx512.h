@@ -11,7 +11,11 @@ enum {
     PACK_AHEAD_BYTES = 512 /* bytes to fetch ahead while packing columns */
 };
 
-static inline __mmask16 first_n(int64_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
+static inline __mmask16 first_n(int64_t n)
+{
+    const unsigned m = n >= 16 ? 0xffffu : (1u << n) - 1u;
+    return (__mmask16)m;
+}
 
 static inline void fetch_row(const void *row, int64_t bytes)
 {

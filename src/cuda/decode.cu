@@ -10,9 +10,10 @@
 #include "act.cuh"
 #include "ops.cuh"
 
+#include <cstdlib>
 #include <type_traits>
 
-static constexpr int THREADS = 256, WARPS = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 4096;
+static constexpr int THREADS = 256, WARPS = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 4096, FEW_SLOTS = 32;
 
 struct DecodeArgs {
     View ids, p;
@@ -32,9 +33,9 @@ struct DecodeArgs {
     DeviceError *error;
 };
 
-DEV void bad_id(const DecodeArgs &a, int slot, int64_t id, int y)
+DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
 {
-    if (blockIdx.x || y || (id == -1 && (a.flags & FMOE_SKIP_NEG1)) || (id == a.E && (a.flags & FMOE_SKIP_E))) return;
+    if (blockIdx.x || (id == -1 && (a.flags & FMOE_SKIP_NEG1)) || (id == a.E && (a.flags & FMOE_SKIP_E))) return;
     a.error->index = slot;
     a.error->value = id;
     __threadfence_system();
@@ -51,17 +52,13 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
     __shared__ int16_t id[MAX_SLOTS];
     __shared__ Found found;
     const int words = (a.E + 31) / 32, lane = threadIdx.x % 32;
-    if (a.R <= 32) { // every warp on its own, in registers; the order of experts is that of their first slots
-        const int64_t v = lane < a.R ? load_int(a.ids.p, a.ids.dtype, lane / a.k * a.ids.s0 + lane % a.k * a.ids.s1) : -1;
-        const bool in = lane < a.R && v >= 0 && v < a.E;
-        if (lane < a.R && !in) bad_id(a, lane, v, y);
-        const unsigned same = __match_any_sync(~0u, in ? (int)v : -1), leaders = __ballot_sync(~0u, in && lane == __ffs(same) - 1);
-        if (y >= __popc(leaders)) return Found{-1, 0};
-        const int src = (int)__fns(leaders, 0, y + 1), e = __shfl_sync(~0u, (int)v, src);
-        const unsigned mine = __shfl_sync(~0u, same, src);
-        if (mine >> lane & 1) slots[__popc(mine & ((1u << lane) - 1))] = (uint16_t)lane; // all warps write the same
+    if (a.R <= FEW_SLOTS) { // each slot on its own: experts hardly repeat, and a repeated one is in the cache
+        const int64_t v = load_int(a.ids.p, a.ids.dtype, y / a.k * a.ids.s0 + y % a.k * a.ids.s1);
+        const bool in = v >= 0 && v < a.E;
+        if (!in && threadIdx.x == 0) bad_id(a, y, v);
+        slots[0] = (uint16_t)y; // all threads write the same
         __syncwarp();
-        return Found{e, __popc(mine)};
+        return Found{in ? (int)v : -1, 1};
     }
     for (int i = threadIdx.x; i < words; i += THREADS) bits[i] = 0;
     __syncthreads();
@@ -70,7 +67,7 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
         const bool in = v >= 0 && v < a.E;
         id[i] = in ? (int16_t)v : (int16_t)-1;
         if (in) atomicOr(&bits[v >> 5], 1u << (v & 31));
-        else bad_id(a, i, v, y);
+        else if (y == 0) bad_id(a, i, v);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -165,22 +162,24 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_up(
     depend_wait(); // ids and x come from the launch before
     depend_launch();
     const Found f = find_expert(a, blockIdx.y, slots);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, col = blockIdx.x * WARPS + warp;
-    if (f.expert < 0 || col >= a.I) return;
-    const int64_t at = f.expert * a.w1_g + col * a.w1_r;
-    const T *const w[2] = {(const T *)a.gate + at, (const T *)a.up + at};
-    for (int first = 0; first < f.count; first += NT) {
-        const T *token[NT];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (f.expert < 0) return;
+    for (int col = blockIdx.x * WARPS + warp; col < a.I; col += gridDim.x * WARPS) {
+        const int64_t at = f.expert * a.w1_g + col * a.w1_r;
+        const T *const w[2] = {(const T *)a.gate + at, (const T *)a.up + at};
+        for (int first = 0; first < f.count; first += NT) {
+            const T *token[NT];
 #pragma unroll
-        for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.x + slots[first + t] / a.k * a.x_r : nullptr;
-        float acc[2][NT] = {};
-        dot_rows_of<T, 2, NT, 8>(acc, w, token, (int)(a.H / 256), lane, [] {});
+            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.x + slots[first + t] / a.k * a.x_r : nullptr;
+            float acc[2][NT] = {};
+            dot_rows_of<T, 2, NT, 8>(acc, w, token, (int)(a.H / 256), lane, [] {});
 #pragma unroll
-        for (int t = 0; t < NT; t++) {
-            if (first + t >= f.count) break;
-            const float g = warp_sum(acc[0][t]), u = warp_sum(acc[1][t]);
-            if (lane == 0)
-                ((T *)a.a)[slots[first + t] * a.I + col] = from_float<T>(gate_factor(a.act, g, a.alpha, a.limit).value * up_factor(a.act, u, a.limit).value);
+            for (int t = 0; t < NT; t++) {
+                if (first + t >= f.count) break;
+                const float g = warp_sum(acc[0][t]), u = warp_sum(acc[1][t]);
+                if (lane == 0)
+                    ((T *)a.a)[slots[first + t] * a.I + col] = from_float<T>(gate_factor(a.act, g, a.alpha, a.limit).value * up_factor(a.act, u, a.limit).value);
+            }
         }
     }
 }
@@ -192,81 +191,95 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_dow
     __shared__ uint16_t slots[MAX_SLOTS];
     depend_launch(); // every launch before the last one is complete: up waited for it
     const Found f = find_expert(a, blockIdx.y, slots);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n0 = (blockIdx.x * WARPS + warp) * DOWN_COLS;
-    if (f.expert < 0 || n0 >= a.H) return depend_wait();
-    const T *w[DOWN_COLS];
-#pragma unroll
-    for (int r = 0; r < DOWN_COLS; r++) w[r] = (const T *)a.w2 + f.expert * a.w2_g + (n0 + r) * a.w2_r;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (f.expert < 0) return depend_wait();
     bool waited = false;
-    for (int first = 0; first < f.count; first += NT) {
-        const T *token[NT];
+    for (int n0 = (blockIdx.x * WARPS + warp) * DOWN_COLS; n0 < a.H; n0 += gridDim.x * WARPS * DOWN_COLS) {
+        const T *w[DOWN_COLS];
 #pragma unroll
-        for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.a + slots[first + t] * a.I : nullptr;
-        float acc[DOWN_COLS][NT] = {};
-        dot_rows_of<T, DOWN_COLS, NT, 3>(acc, w, token, (int)(a.I / 256), lane, [&] {
-            if (!waited) depend_wait(); // now a
-            waited = true;
-        });
+        for (int r = 0; r < DOWN_COLS; r++) w[r] = (const T *)a.w2 + f.expert * a.w2_g + (n0 + r) * a.w2_r;
+        for (int first = 0; first < f.count; first += NT) {
+            const T *token[NT];
 #pragma unroll
-        for (int t = 0; t < NT; t++) {
-            if (first + t >= f.count) break;
-            float s[DOWN_COLS];
+            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.a + slots[first + t] * a.I : nullptr;
+            float acc[DOWN_COLS][NT] = {};
+            dot_rows_of<T, DOWN_COLS, NT, 3>(acc, w, token, (int)(a.I / 256), lane, [&] {
+                if (!waited) depend_wait(); // now a
+                waited = true;
+            });
 #pragma unroll
-            for (int r = 0; r < DOWN_COLS; r++) s[r] = warp_sum(acc[r][t]);
-            if (lane == 0) *(float4 *)(a.y + (int64_t)slots[first + t] * a.H + n0) = make_float4(s[0], s[1], s[2], s[3]);
+            for (int t = 0; t < NT; t++) {
+                if (first + t >= f.count) break;
+                float s[DOWN_COLS];
+#pragma unroll
+                for (int r = 0; r < DOWN_COLS; r++) s[r] = warp_sum(acc[r][t]);
+                if (lane == 0) *(float4 *)(a.y + (int64_t)slots[first + t] * a.H + n0) = make_float4(s[0], s[1], s[2], s[3]);
+            }
         }
-    }
-}
-
-// One token: a warp has one output column and reads its row of every expert, before it waits for up; the slots are added in their
-// order, and nothing is left to combine.
-static constexpr int ONE_SLOTS = 8;
-template <class T> __global__ void __launch_bounds__(THREADS) decode_down_one(const __grid_constant__ DecodeArgs a)
-{
-    depend_launch();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n = blockIdx.x * WARPS + warp;
-    if (n >= a.H) return depend_wait();
-    T *out = (T *)a.out + n;
-    float s = 0;
-    bool waited = false;
-    for (int j0 = 0; j0 < a.k; j0 += ONE_SLOTS) {
-        const T *w[ONE_SLOTS];
-        bool in[ONE_SLOTS];
-#pragma unroll
-        for (int j = 0; j < ONE_SLOTS; j++) {
-            const int64_t id = j0 + j < a.k ? load_int(a.ids.p, a.ids.dtype, (j0 + j) * a.ids.s1) : -1;
-            in[j] = id >= 0 && id < a.E;
-            w[j] = (const T *)a.w2 + (in[j] ? id : 0) * a.w2_g + n * a.w2_r + lane * 8;
-        }
-        const int chunks = (int)(a.I / 256);
-        float dot[ONE_SLOTS] = {};
-        for (int c0 = 0; c0 < chunks; c0 += 3) {
-            uint4 v[ONE_SLOTS][3];
-#pragma unroll
-            for (int j = 0; j < ONE_SLOTS; j++)
-#pragma unroll
-                for (int c = 0; c < 3; c++)
-                    if (in[j] && c0 + c < chunks) v[j][c] = load_weight(w[j] + (c0 + c) * 256);
-            if (!waited) depend_wait();
-            waited = true;
-#pragma unroll
-            for (int j = 0; j < ONE_SLOTS; j++)
-#pragma unroll
-                for (int c = 0; c < 3; c++)
-                    if (in[j] && c0 + c < chunks) {
-                        float f[8], x[8];
-                        unpack8<T>(v[j][c], f);
-                        unpack8<T>(*(const uint4 *)((const T *)a.a + (j0 + j) * a.I + (c0 + c) * 256 + lane * 8), x);
-#pragma unroll
-                        for (int i = 0; i < 8; i++) dot[j] = fmaf(f[i], x[i], dot[j]);
-                    }
-        }
-#pragma unroll
-        for (int j = 0; j < ONE_SLOTS; j++)
-            if (in[j]) s = fmaf(load_float(a.p.p, a.p.dtype, (j0 + j) * a.p.s1), warp_sum(dot[j]), s);
     }
     if (!waited) depend_wait();
-    if (lane == 0) *out = from_float<T>(a.add ? s + to_float(*out) : s);
+}
+
+// One token: a pair of warps has one output column; each reads its row of half of the experts, before it waits for up. The slots are
+// added in their order, and nothing is left to combine.
+static constexpr int ONE_SLOTS = 4, ONE_COLS = WARPS / 2, ONE_MAX_K = 32;
+template <class T> __global__ void __launch_bounds__(THREADS, 2) decode_down_one(const __grid_constant__ DecodeArgs a)
+{
+    __shared__ float part[ONE_COLS][ONE_MAX_K];
+    __shared__ int64_t expert[ONE_MAX_K];
+    depend_launch();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp & 1, column = warp / 2;
+    if ((int)threadIdx.x < a.k) {
+        const int64_t id = load_int(a.ids.p, a.ids.dtype, threadIdx.x * a.ids.s1);
+        expert[threadIdx.x] = id >= 0 && id < a.E ? id : -1;
+    }
+    __syncthreads();
+    const int chunks = (int)(a.I / 256), k = a.k;
+    bool waited = false;
+    for (int64_t n0 = blockIdx.x * ONE_COLS; n0 < a.H; n0 += gridDim.x * ONE_COLS) {
+        const T *w = (const T *)a.w2 + (n0 + column) * a.w2_r + lane * 8, *x = (const T *)a.a + lane * 8;
+        for (int j0 = half * ONE_SLOTS; j0 < k; j0 += 2 * ONE_SLOTS) {
+            float dot[ONE_SLOTS] = {};
+            for (int c0 = 0; c0 < chunks; c0 += 3) {
+                uint4 v[ONE_SLOTS][3];
+#pragma unroll
+                for (int j = 0; j < ONE_SLOTS; j++)
+#pragma unroll
+                    for (int c = 0; c < 3; c++)
+                        if (j0 + j < k && c0 + c < chunks && expert[j0 + j] >= 0) v[j][c] = load_weight(w + expert[j0 + j] * a.w2_g + (c0 + c) * 256);
+                if (!waited) depend_wait(); // now a
+                waited = true;
+#pragma unroll
+                for (int j = 0; j < ONE_SLOTS; j++)
+#pragma unroll
+                    for (int c = 0; c < 3; c++)
+                        if (j0 + j < k && c0 + c < chunks && expert[j0 + j] >= 0) {
+                            float f[8], y[8];
+                            unpack8<T>(v[j][c], f);
+                            unpack8<T>(*(const uint4 *)(x + (j0 + j) * a.I + (c0 + c) * 256), y);
+#pragma unroll
+                            for (int i = 0; i < 8; i++) dot[j] = fmaf(f[i], y[i], dot[j]);
+                        }
+            }
+#pragma unroll
+            for (int j = 0; j < ONE_SLOTS; j++) {
+                const float s = warp_sum(dot[j]);
+                if (lane == 0 && j0 + j < k) part[column][j0 + j] = s;
+            }
+        }
+        if (!waited) depend_wait();
+        waited = true;
+        __syncthreads();
+        if (threadIdx.x < ONE_COLS) {
+            T *out = (T *)a.out + n0 + threadIdx.x;
+            float s = a.add ? to_float(*out) : 0.f;
+            for (int j = 0; j < k; j++)
+                if (expert[j] >= 0) s = fmaf(load_float(a.p.p, a.p.dtype, j * a.p.s1), part[threadIdx.x][j], s);
+            *out = from_float<T>(s);
+        }
+        __syncthreads();
+    }
+    if (!waited) depend_wait();
 }
 
 // out[t] = sum over its slots, in their order.
@@ -287,27 +300,38 @@ template <class T> __global__ void __launch_bounds__(SUM_THREADS) decode_combine
     *out = from_float<T>(s);
 }
 
-template <class T, int NT> static void run_many(const DecodeArgs &a, cudaStream_t s)
+// Blocks of eight warps, two to a multiprocessor; each walks the columns, so that finding the expert is paid for once.
+static unsigned blocks_of(int64_t groups, int64_t experts, int sms, bool few)
 {
-    const unsigned experts = (unsigned)fmoe_min(a.R, a.E);
-    launch_overlapped(decode_up<T, NT>, dim3((unsigned)((a.I + WARPS - 1) / WARPS), experts), THREADS, 0, 1, s, a);
-    launch_overlapped(decode_down<T, NT>, dim3((unsigned)((a.H / DOWN_COLS + WARPS - 1) / WARPS), experts), THREADS, 0, 1, s, a);
+    const int64_t fit = few ? 2 * sms / experts : (groups + 3) / 4;
+    return (unsigned)fmoe_max(1, fmoe_min(groups, fit));
+}
+
+template <class T, int NT> static void run_many(const DecodeArgs &a, int sms, cudaStream_t s)
+{
+    const bool few = a.R <= FEW_SLOTS;
+    const unsigned experts = (unsigned)(few ? a.R : fmoe_min(a.R, a.E));
+    launch_overlapped(decode_up<T, NT>, dim3(blocks_of((a.I + WARPS - 1) / WARPS, experts, sms, few), experts), THREADS, 0, 1, s, a);
+    if (a.T == 1 && a.k <= ONE_MAX_K) {
+        launch_overlapped(decode_down_one<T>, dim3((unsigned)fmoe_min(2 * sms, a.H / ONE_COLS)), THREADS, 0, 1, s, a);
+        return;
+    }
+    launch_overlapped(decode_down<T, NT>, dim3(blocks_of((a.H / DOWN_COLS + WARPS - 1) / WARPS, experts, sms, few), experts), THREADS, 0, 1, s, a);
     launch_overlapped(decode_combine<T>, dim3((unsigned)((a.H + SUM_THREADS - 1) / SUM_THREADS), (unsigned)a.T), SUM_THREADS, 0, 1, s, a);
 }
 
-template <class T> static void run(const DecodeArgs &a, cudaStream_t s)
+template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
 {
-    if (a.T == 1) {
-        launch_overlapped(decode_up<T, 1>, dim3((unsigned)((a.I + WARPS - 1) / WARPS), (unsigned)fmoe_min(a.R, a.E)), THREADS, 0, 1, s, a);
-        launch_overlapped(decode_down_one<T>, dim3((unsigned)((a.H + WARPS - 1) / WARPS)), THREADS, 0, 1, s, a);
-    } else if (a.T <= 16) run_many<T, 2>(a, s);
-    else run_many<T, 4>(a, s);
+    if (a.R <= FEW_SLOTS) run_many<T, 1>(a, sms, s);
+    else if (a.T <= 16) run_many<T, 2>(a, sms, s);
+    else run_many<T, 4>(a, sms, s);
 }
 
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, float *y_rows)
 {
     const Plan *plan = plan_of(p);
     const int64_t T = args->x->shape[0];
+    if (getenv("FMOE_NODECODE")) return false;
     if (!fmoe_cuda_use_decode(&plan->shape, T) || (p->d.flags & (FMOE_BIAS | FMOE_INTERLEAVED)) || !args->w.w1 || !args->w.w2) return false;
     const fmoe_tensor *w1 = args->w.w1, *w2 = args->w.w2;
     const size_t size = 2;
@@ -336,7 +360,7 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.add = (run_args->flags & FMOE_ADD_OUT) != 0;
     a.error = plan->error_dev;
     const cudaStream_t s = stream_of(run_args);
-    if (p->d.dtype == FMOE_BF16) run<bf16>(a, s);
-    else run<f16>(a, s);
+    if (p->d.dtype == FMOE_BF16) run<bf16>(a, plan->sms, s);
+    else run<f16>(a, plan->sms, s);
     return true;
 }

@@ -9,7 +9,7 @@
 #include "ops.cuh"
 #include "products.cuh"
 
-static constexpr size_t kAlign = 256;
+static constexpr size_t kAlign = 4096; // rows of large buffers begin with a page of memory
 
 // ---- Buffers: one walk gives sizes and pointers ----
 

@@ -34,7 +34,7 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int CONTROL = ZEROS + (WGRAD ? 1024 : 0), OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
     static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 88 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 208 : 232, REG_EPILOGUE = 152;
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
     static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
 };
 
@@ -320,7 +320,7 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
 template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
-    const int wg = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row_wg = wg * C::WG_M;
+    const int index = warp_index(), wg = index / 4 - 1, warp = index % 4, lane = threadIdx.x % 32, row_wg = wg * C::WG_M;
     const uint32_t staging = ring.base + C::STAGES * C::STAGE + (wg * 4 + warp) * C::STAGING;
     Scheduler<C> sched(p);
     Stores<C> out{staging, lane};
@@ -410,7 +410,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
 template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
+    const int warp = warp_index() % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
     const T *h = (const T *)p.h_in;
     T *dh = (T *)p.dh, *pa = (T *)p.pa;
     Scheduler<C> sched(p);

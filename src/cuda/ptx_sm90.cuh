@@ -6,6 +6,7 @@
 #include <cuda.h>
 
 DEV uint32_t smem_u32(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEV int warp_index() { return __shfl_sync(~0u, (int)threadIdx.x / 32, 0); } // which the compiler then knows to be one value a warp
 DEV uint32_t cluster_rank()
 {
     uint32_t r;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // rowmap.cu - from ids to rows: a stable counting sort by expert, on the device, without atomics in the result.
 //
-// Three launches: count the experts of each block of slots; scan (blocks, then experts); place. A fourth fills the pad rows,
-// which repeat a row of their own expert with weight 0: their gradients are exact zeros and they bring in no other token.
+// Three launches: count the experts of each block of slots; scan (blocks, then experts); place. Pad rows repeat the last row of
+// their own expert with weight 0: their gradients are exact zeros and they bring in no other token.
 #include "common.cuh"
 
 static constexpr int kSortThreads = 256, kSortWarps = 8, kSub = 1024; // slots a block takes at a time
@@ -141,6 +141,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
     depend_launch();
     const int w = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
+    if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[m.off[E] + threadIdx.x] = 0; // a tile may look past the last row
     for (int64_t base = begin; base < end; base += kSub) {
         const int per = kSub / warps; // slots a warp takes, in order
         int ex[kSub / 32];
@@ -184,23 +185,11 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
                 if (row < 0) continue;
                 if (m.tok) m.tok[row] = (int)(i / k);
                 if (m.prob) m.prob[row] = p.p ? load_float(p.p, p.dtype, i / k * p.s0 + i % k * p.s1) : 1.f;
+                if (m.prob && row == m.off[e] + m.cnt[e] - 1) // the last row of an expert fills the pads after it
+                    for (int pad = row + 1; pad < m.off[e + 1]; pad++) m.tok[pad] = (int)(i / k), m.prob[pad] = 0;
             }
         __syncthreads();
     }
-}
-
-__global__ void sort_pads(RowMap m, int E)
-{
-    depend_wait();
-    depend_launch();
-    if ((int)blockIdx.x == E) { // a tile may look past the last row: token 0 is as good as any
-        for (int i = threadIdx.x; i < FMOE_CUDA_SLACK; i += blockDim.x) m.tok[m.off[E] + i] = 0;
-        return;
-    }
-    const int e = blockIdx.x, n = m.cnt[e], first = m.off[e], r = first + n + (int)threadIdx.x;
-    if (r >= m.off[e + 1]) return;
-    m.tok[r] = m.tok[first + (int)threadIdx.x % n];
-    m.prob[r] = 0;
 }
 
 static int sort_blocks(int64_t R, int chunk) { return (int)((R + chunk - 1) / chunk); }
@@ -223,7 +212,6 @@ void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const
     launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
     if (!blocks) return;
     launch_overlapped(sort_place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, warps, m);
-    if (a.align > 1) launch_overlapped(sort_pads, dim3(E + 1), (unsigned)a.align, 0, 1, s, m, E);
 }
 
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }

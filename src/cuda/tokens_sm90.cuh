@@ -198,7 +198,7 @@ template <class C> struct TokenConsumer {
     float acc[2][C::MAX_N / 2];
 
     DEV TokenConsumer(const Sm90Args &args, TokenRing r)
-        : p(args), ring(r), wg(threadIdx.x / 128 - 1), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING)
+        : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING)
     {
     }
     DEV void release(int slot)

@@ -192,23 +192,28 @@ static inline void layer_check_list(const layer *l, const fmoe_tensor *list, con
     }
 }
 
-/* Chains of roundings to the plan's dtype: h, a, y, out forward; dY, dA, dH, then the result backward. */
+/* f32 and f16: the bounds of docs/numerics.md for a whole layer. In bf16 the layers of these tests are too small for
+ * the ones there (4e-3 and 6e-3, met by larger layers: test_torch_npu.py): every operator of CANN rounds its result.
+ * The bound is the unit roundoff, 2^-9, for each rounding on the way: h, a, y, out forward; h, dY, dA, dH, dXp, dx on
+ * the longest way back. docs/ascend.md has what was measured. */
 static inline void layer_compare(const layer *l)
 {
-    const double u = unit(l->c.dtype) * (l->c.dtype == FMOE_F32 ? 8 : 1), lost = 3;
+    const int t = l->c.dtype;
+    const double forward = t == FMOE_BF16 ? 4 * 0x1p-9 : t == FMOE_F16 ? 6e-4 : 2e-6;
+    const double gradient = t == FMOE_BF16 ? 6 * 0x1p-9 : t == FMOE_F16 ? 1e-3 : 2e-6;
     const bool gated = l->c.act < FMOE_ACT_SILU;
-    CHECK_CLOSE(l->a.out, l->r.out, lost * u);
-    CHECK_CLOSE(l->a.dx, l->r.dx, lost * u);
-    CHECK_CLOSE(l->a.dweights, l->r.dweights, lost * u);
+    CHECK_CLOSE(l->a.out, l->r.out, forward);
+    CHECK_CLOSE(l->a.dx, l->r.dx, gradient);
+    CHECK_CLOSE(l->a.dweights, l->r.dweights, gradient);
     if (l->a.w.up) {
-        layer_check_list(l, l->a.dw.gate, l->r.dw.w1, 0, l->c.I, lost * u);
-        layer_check_list(l, l->a.dw.up, l->r.dw.w1, gated ? l->c.I : 0, l->c.I, lost * u);
-        layer_check_list(l, l->a.dw.down, l->r.dw.w2, 0, l->c.H, lost * u);
+        layer_check_list(l, l->a.dw.gate, l->r.dw.w1, 0, l->c.I, gradient);
+        layer_check_list(l, l->a.dw.up, l->r.dw.w1, gated ? l->c.I : 0, l->c.I, gradient);
+        layer_check_list(l, l->a.dw.down, l->r.dw.w2, 0, l->c.H, gradient);
     } else {
-        CHECK_CLOSE(l->a.dw.w1, l->r.dw.w1, lost * u);
-        CHECK_CLOSE(l->a.dw.w2, l->r.dw.w2, lost * u);
-        if (l->a.dw.b1) CHECK_CLOSE(l->a.dw.b1, l->r.dw.b1, lost * u);
-        if (l->a.dw.b2) CHECK_CLOSE(l->a.dw.b2, l->r.dw.b2, lost * u);
+        CHECK_CLOSE(l->a.dw.w1, l->r.dw.w1, gradient);
+        CHECK_CLOSE(l->a.dw.w2, l->r.dw.w2, gradient);
+        if (l->a.dw.b1) CHECK_CLOSE(l->a.dw.b1, l->r.dw.b1, gradient);
+        if (l->a.dw.b2) CHECK_CLOSE(l->a.dw.b2, l->r.dw.b2, gradient);
     }
 }
 

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * test_ascend_rules.c - what the backend promises beside numbers: launches, bytes, no synchronisation, everything
  * released whatever fails, results that do not depend on when the device gets to work, clear refusals. */
+#include <pthread.h>
+
 #include "layer.h"
 
 static bool newest(void) { return !strstr(getenv("FMOE_ASCEND_PATH"), "cann81"); }
@@ -323,4 +325,48 @@ NPU_TEST(current_device)
     CHECK_EQ(now, 1);
     npu.set_device(0);
     fmoe_plan_destroy(&plan);
+}
+
+/* ---- Threads ---- */
+
+typedef struct worker {
+    layer *l;
+    fmoe_run run;
+    fmoe_tensor *out;
+    fmoe_status status;
+} worker;
+
+static void *work(void *arg)
+{
+    worker *w = arg;
+    layer l = *w->l;
+    l.a.out = w->out;
+    l.a.saved = NULL; /* inference: nothing is shared but the plan */
+    l.a.saved_bytes = 0;
+    for (int i = 0; i < 20 && w->status == FMOE_OK; i++) w->status = layer_forward(&l, &w->run);
+    return NULL;
+}
+
+/* One plan, four threads that never set a device, each with its own stream and workspace: the same bits. */
+NPU_TEST(threads)
+{
+    layer l = layer_make((layer_case){.dtype = FMOE_BF16, QWEN});
+    worker w[4];
+    pthread_t thread[4];
+    void *stream[4];
+    for (int i = 0; i < 4; i++) {
+        w[i] = (worker){
+            .l = &l, .run = run_for(l.plan, FMOE_FORWARD, l.c.T, FMOE_ASCEND, 0), .out = to_npu(from_npu(l.a.out))};
+        npu.stream(&stream[i]);
+        w[i].run.stream = stream[i];
+    }
+    for (int i = 0; i < 4; i++) REQUIRE(pthread_create(&thread[i], NULL, work, &w[i]) == 0);
+    for (int i = 0; i < 4; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < 4; i++) {
+        CHECK_EQ(w[i].status, FMOE_OK);
+        CHECK_EQ(npu.sync(stream[i]), 0);
+        npu.end_stream(stream[i]);
+        CHECK_EQUAL(w[i].out, from_npu(w[0].out));
+    }
+    layer_free(&l);
 }

@@ -68,6 +68,18 @@ def test_layer(dtype, sizes):
         assert distance(got, want) < 3 * UNIT[dtype]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "forward", "gradient"),
+    [(torch.float32, 2e-6, 2e-6), (torch.bfloat16, 4e-3, 6e-3), (torch.float16, 6e-4, 1e-3)],
+)
+def test_bounds(dtype, forward, gradient):
+    """The relative L2 errors that docs/numerics.md promises for a whole layer."""
+    layer = rivals.Layer(256, 512, 192, 32, 4, dtype)
+    errors = [distance(a, b) for a, b in zip(gradients(layer, rivals.forward_ours), on_cpu(layer), strict=True)]
+    assert errors[0] < forward
+    assert max(errors[1:]) < gradient
+
+
 @needs_original
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_as_the_original(dtype):
@@ -296,6 +308,20 @@ def test_training_step(kind, how):
     assert got == pytest.approx(want, rel=1e-5)
     for p, q in zip(cpu.parameters(), dev.parameters(), strict=True):
         assert (p.detach() - q.detach().cpu()).abs().max() < 2e-5
+
+
+@needs_original
+def test_their_entry_finds_ours():
+    """LLaMA-Factory's own apply_kernel puts fusedmoe under the model."""
+    from llamafactory.v1.plugins.model_plugins.kernels.interface import apply_kernel
+
+    model = tiny("qwen3_moe").npu()
+    apply_kernel("npu_fused_moe", model=model)
+    ids = torch.randint(0, 60, (2, 10)).npu()
+    npu.reset()
+    model(input_ids=ids)
+    npu.drain()
+    assert (npu.get("aclnnMoeInitRoutingV3"), npu.get("aclnnMoeTokenPermute")) == (2, 0)
 
 
 # ---- errors ----

@@ -202,3 +202,26 @@ def test_replace_default():
     finally:
         ExpertsInterface._global_mapping.clear()
         ExpertsInterface._global_mapping.update(before)
+
+
+def test_quantized_experts_keep_their_own_forward(caplog):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    hf.register()
+    if hasattr(fp8, "FP8ExpertsInterface"):
+        assert fp8.FP8ExpertsInterface._global_mapping["fusedmoe"] is hf.experts_forward
+    module = build(QWEN)
+    x, ids, p = inputs(module)
+    called = []
+
+    class Quantized(QWEN):
+        def forward(self, *args):
+            return hf.experts_forward(self, *args)
+
+        forward.__wrapped__ = lambda self, *args: called.append(args) or args[0]
+
+    module.__class__ = Quantized
+    for w in module.parameters():
+        w.requires_grad_(False)
+        w.data = w.data.to(torch.float8_e4m3fn)
+    assert module(x, ids, p) is x and called
+    assert "Quantized" in caplog.text and "own forward" in caplog.text

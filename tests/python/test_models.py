@@ -153,6 +153,19 @@ def test_names_of_v5():
 
 
 @pytest.mark.skipif(not V5, reason="v5")
+def test_from_pretrained_and_saving(tmp_path):
+    model = tiny("Qwen3Moe")
+    want = step(model, IDS)
+    fusedmoe.apply(model).save_pretrained(tmp_path)
+    other = type(model).from_pretrained(tmp_path, experts_implementation="fusedmoe")
+    assert other.config._experts_implementation == "fusedmoe"
+    assert worst(step(other, IDS), want) <= 1e-5
+    plain = type(model).from_pretrained(tmp_path)
+    assert plain.config._experts_implementation != "fusedmoe"  # the choice is not written into the checkpoint
+    assert worst(step(plain, IDS), want) <= 1e-5
+
+
+@pytest.mark.skipif(not V5, reason="v5")
 def test_v5_forward_is_not_patched():
     model = fusedmoe.apply(tiny("Qwen3Moe"))
     assert not any("forward" in vars(m) for m in model.modules())

@@ -77,13 +77,9 @@ def _candidates(gate: bool, alphas: Sequence[float], limits: Sequence[float]) ->
     return [(act, flags, alpha, limit) for flags in (0, ops.INTERLEAVED) for act, alpha, limit in found]
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e6
-
-
 def activation_by_result(fn: Callable[[Tensor], Tensor], gate: bool, width: int, module: nn.Module) -> tuple | None:
     """(act, flags, alpha, limit) of the one activation whose value and gradient on a probe are fn's; None: no such one."""
-    values = {name: float(v) for name, v in vars(module).items() if _number(v)}
+    values = {name: float(v) for name, v in vars(module).items() if type(v) in (int, float) and 0 < v < 1e6}
     limits = {v for name, v in values.items() if "limit" in name} or {7.0}
     alphas = {v for name, v in values.items() if "alpha" in name} or {1.702}
     g = torch.Generator().manual_seed(1)

@@ -53,8 +53,11 @@ def register(replace_default: bool = False) -> bool:
         return False
     for name in (NAME, *(("grouped_mm", "batched_mm") if replace_default else ())):
         moe.ExpertsInterface.register(name, experts_forward)
+    fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
+    if hasattr(fp8, "FP8ExpertsInterface"):
+        fp8.FP8ExpertsInterface.register(NAME, experts_forward)
     modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is not None and hasattr(modeling, "PreTrainedModel"):
+    if hasattr(modeling, "PreTrainedModel"):
         _accept_name(modeling.PreTrainedModel)
     return True
 

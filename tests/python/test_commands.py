@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark and the example, as a user starts them."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from common import V5
+
+if not V5:
+    pytest.skip("one version is enough", allow_module_level=True)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_bench(tmp_path, capsys):
+    from fusedmoe import bench
+
+    files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
+    shape = ["--T", "4,9", "--H", "32", "--I", "16", "--E", "4", "--k", "2", "--rounds", "1", "--dtype", "f32,bf16"]
+    assert bench.main([*shape, *(a for kind, f in files.items() for a in (f"--{kind}", str(f)))]) == 0
+    rows = json.loads(files["json"].read_text())
+    assert len(rows) == 2 * 2 * 3 * 2
+    keys = "op pass backend isa_or_arch dtype T H I E k threads ms gflops ceiling_gflops share peer".split()
+    assert all(set(keys) <= set(r) and r["ms"] > 0 for r in rows)
+    assert len(files["csv"].read_text().splitlines()) == len(rows) + 1 and files["png"].stat().st_size > 5000
+    assert "fusedmoe" in capsys.readouterr().out
+    for arch in ("gpt_oss", "nemotron_h", "deepseek_v4"):
+        assert bench.main(["--arch", arch, "--impl", "eager,fusedmoe", "--T", "5", "--H", "32", "--I", "16", "--E", "4", "--k", "2",
+                           "--rounds", "1", "--dtype", "f32", "--forward-only"]) == 0  # fmt: skip
+
+
+def test_finetune(tmp_path):
+    command = [sys.executable, str(ROOT / "examples/finetune.py"), "--quick", "--H", "64", "--I", "32", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "the same curve" in run.stdout and "tokens/s" in run.stdout
+    page = (tmp_path / "finetune.html").read_text()
+    assert not re.search(r"(src|href)=|url\(|@import|<script", page)  # nothing is loaded from elsewhere
+    assert "prefers-color-scheme:dark" in page and "viewport" in page
+    assert (tmp_path / "finetune.png").stat().st_size > 10000
+    results = json.loads((tmp_path / "finetune.json").read_text())["results"]
+    assert [r["name"] for r in results] == ["eager", "grouped_mm", "fusedmoe"]

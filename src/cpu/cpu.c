@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  * cpu.c - the CPU backend's table, and which ISA level its plans use. */
-#define FMOE_EXPERIMENTAL /* the ceilings at the end of this file are exported */
 #include "cpu/cpu.h"
 
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 /* ---- levels ---- */
 
@@ -235,12 +233,50 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     return used;
 }
 
+/* The processor's own name for itself; "" where there is none to ask. */
+static void cpu_name(char name[49])
+{
+    name[0] = 0;
+#if defined(__x86_64__)
+    unsigned r[12];
+    if (__get_cpuid_max(0x80000000u, NULL) < 0x80000004u) return;
+    for (unsigned i = 0; i < 3; i++) __get_cpuid(0x80000002u + i, &r[4 * i], &r[4 * i + 1], &r[4 * i + 2], &r[4 * i + 3]);
+    memcpy(name, r, 48);
+    name[48] = 0;
+    for (size_t end = strlen(name); end > 0 && name[end - 1] == ' ';) name[--end] = 0;
+#endif
+}
+
+/* Every kernel that a plan made now would use, by name. */
+static size_t kernel_names(char *text, size_t n)
+{
+    static const struct {
+        const char *field, *name;
+        int level;
+    } all[] = {
+#define FMOE_KERNEL_FIELD(type, field)
+#define FMOE_KERNEL(lvl, type, field) {#field, #field "_" #lvl, LEVEL_##lvl},
+#include "cpu/kernels.inc"
+    };
+    const int count = (int)(sizeof all / sizeof *all), level = fmoe_cpu_level();
+    size_t used = (size_t)snprintf(text, n, "     kernels:");
+    for (int i = 0; i < count; i++) {
+        bool best = all[i].level <= level;
+        for (int j = i + 1; j < count; j++) best &= all[j].level > level || strcmp(all[j].field, all[i].field) != 0;
+        if (best) used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, " %s", all[i].name);
+    }
+    return used + (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "\n");
+}
+
 size_t fmoe_cpu_info(char *text, size_t n)
 {
     pthread_once(&detect_once, detect);
-    char levels[64];
-    return (size_t)snprintf(text, n, "cpu: %d cores, levels %s, in use %s%s%s\n", fmoe_cpu_count(),
-                            list_levels(levels, detected + 1, " "), fmoe_cpu_isa(), env_warning[0] ? "; " : "", env_warning);
+    char levels[64], name[49];
+    cpu_name(name);
+    const size_t used = (size_t)snprintf(text, n, "cpu: %s%s%d cores, levels %s, in use %s%s%s\n", name, *name ? ", " : "",
+                                         fmoe_cpu_count(), list_levels(levels, detected + 1, " "), fmoe_cpu_isa(),
+                                         env_warning[0] ? "; " : "", env_warning);
+    return used + kernel_names(used < n ? text + used : NULL, used < n ? n - used : 0);
 }
 
 const fmoe_backend fmoe_backend_cpu = {
@@ -257,84 +293,3 @@ const fmoe_backend fmoe_backend_cpu = {
     .activation = {fmoe_cpu_activation_forward, fmoe_cpu_activation_backward},
     .experts = {fmoe_cpu_experts_forward, fmoe_cpu_experts_backward},
 };
-
-/* ---- ceilings (experimental ring): measured where the kernels run, on as many threads ---- */
-
-static double seconds(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-typedef struct ceiling_run {
-    fmoe_peak_fn *peak;
-    _Atomic int started;
-    int threads;
-    double rate[64];
-} ceiling_run;
-
-static void ceiling_worker(void *arg, int worker)
-{
-    ceiling_run *run = arg;
-    if (worker >= 64) return;
-    atomic_fetch_add(&run->started, 1);
-    for (int spin = 0; spin < 1000000 && atomic_load(&run->started) < run->threads; spin++) {}
-    double best = 0;
-    for (int i = 0; i < 12; i++) { /* the best of 12 slices of some 2 ms, all threads at once */
-        const double begin = seconds(), flops = run->peak(200000);
-        const double rate = flops / (seconds() - begin);
-        best = rate > best ? rate : best;
-    }
-    run->rate[worker] = best;
-}
-
-double fmoe_cpu_ceiling_gflops(fmoe_dtype dtype, int threads)
-{
-    fmoe_kernels k;
-    fmoe_kernels_fill(&k, fmoe_cpu_level());
-    ceiling_run run = {.peak = dtype == FMOE_BF16 && k.peak_bf16 ? k.peak_bf16 : k.peak_f32};
-    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
-    fmoe_pool_run(run.threads, ceiling_worker, &run);
-    double sum = 0;
-    for (int i = 0; i < 64; i++) sum += run.rate[i];
-    return sum * 1e-9;
-}
-
-typedef struct stream_run {
-    const char *data;
-    size_t bytes;
-    int threads;
-    uint64_t sink[64];
-} stream_run;
-
-static void stream_worker(void *arg, int worker)
-{
-    stream_run *run = arg;
-    if (worker >= run->threads) return;
-    const size_t share = run->bytes / (size_t)run->threads / 64 * 64;
-    const uint64_t *p = (const uint64_t *)(const void *)(run->data + (size_t)worker * share);
-    uint64_t sum[8] = {0};
-    for (size_t i = 0; i < share / 8; i += 8)
-        for (int j = 0; j < 8; j++) sum[j] += p[i + (size_t)j];
-    run->sink[worker] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
-}
-
-double fmoe_cpu_stream_gbytes(int threads)
-{
-    stream_run run = {.bytes = (size_t)512 << 20};
-    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
-    char *data = malloc(run.bytes);
-    if (!data) return 0;
-    memset(data, 1, run.bytes);
-    run.data = data;
-    double best = 0;
-    for (int i = 0; i < 5; i++) {
-        const double begin = seconds();
-        fmoe_pool_run(run.threads, stream_worker, &run);
-        const double rate = (double)run.bytes / (seconds() - begin);
-        best = rate > best ? rate : best;
-    }
-    free(data);
-    return best * 1e-9;
-}

@@ -117,7 +117,7 @@ def main() -> int:
     base = make_model(args, device, dtype)
     millions = sum(p.numel() for p in base.parameters()) / 1e6
     print(f"Qwen3-MoE, {millions:.1f} M parameters: {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}; "
-          f"{args.batch} x {args.length} bytes a step, {str(dtype)[6:]} on {device}, {torch.get_num_threads()} threads")  # fmt: skip
+          f"{args.batch} x {args.length} bytes a step, {str(dtype)[6:]} on {device}, {torch.get_num_threads()} thread(s)")  # fmt: skip
     print(fusedmoe.info().strip().splitlines()[1])
     data = corpus().to(device)
     runs = [Run(name, copy.deepcopy(base), args.steps, i) for i, name in enumerate(LABELS)]
@@ -160,7 +160,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     setup = (f"{millions:.1f} M parameters, {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}, {tokens} tokens "
              f"a step, {str(dtype)[6:]}, {fusedmoe.cpu_isa() if device == 'cpu' else torch.cuda.get_device_name()}, "
-             f"{torch.get_num_threads()} threads, torch {torch.__version__}")  # fmt: skip
+             f"{torch.get_num_threads()} thread(s), torch {torch.__version__}")  # fmt: skip
     picture(results, setup, args.out / "finetune.png")
     (args.out / "finetune.html").write_text(page(results, setup, gap))
     (args.out / "finetune.json").write_text(json.dumps({"setup": setup, "gap": gap, "results": results}, indent=1))

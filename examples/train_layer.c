@@ -5,13 +5,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { T = 256, H = 16, I = 64, E = 4, K = 2, STEPS = 200 }; /* tokens, hidden, intermediate, experts, experts per token */
+enum {
+    T = 256,
+    H = 16,
+    I = 64,
+    E = 4,
+    K = 2,
+    STEPS = 200
+}; /* tokens, hidden, intermediate, experts, experts per token */
 
 static fmoe_tensor *tensor(fmoe_datatype type, int ndim, int64_t a, int64_t b, int64_t c)
 {
     fmoe_tensor *t = calloc(1, sizeof *t + 3 * sizeof(int64_t));
     const size_t n = (size_t)(a * b * c);
-    *t = (fmoe_tensor){.data = calloc(n, 8), .device = {FMOE_CPU, 0}, .ndim = ndim, .dtype = type, .shape = (int64_t *)(t + 1)};
+    *t = (fmoe_tensor){
+        .data = calloc(n, 8), .device = {FMOE_CPU, 0}, .ndim = ndim, .dtype = type, .shape = (int64_t *)(t + 1)};
     t->shape[0] = a, t->shape[1] = b, t->shape[2] = c;
     return t;
 }
@@ -19,7 +27,8 @@ static fmoe_tensor *tensor(fmoe_datatype type, int ndim, int64_t a, int64_t b, i
 static fmoe_tensor *floats(int ndim, int64_t a, int64_t b, int64_t c, float scale)
 {
     fmoe_tensor *t = tensor((fmoe_datatype){2, 32, 1}, ndim, a, b, c);
-    for (int64_t i = 0; i < a * b * c; i++) ((float *)t->data)[i] = scale * (2.0f * (float)rand() / (float)RAND_MAX - 1.0f);
+    for (int64_t i = 0; i < a * b * c; i++)
+        ((float *)t->data)[i] = scale * (2.0f * (float)rand() / (float)RAND_MAX - 1.0f);
     return t;
 }
 
@@ -50,9 +59,17 @@ int main(void)
     fmoe_tensor *router = floats(2, E, H, 1, 0.5f), *drouter = floats(2, E, H, 1, 0);
     fmoe_tensor *w1 = floats(3, E, 2 * I, H, 0.5f), *dw1 = floats(3, E, 2 * I, H, 0);
     fmoe_tensor *w2 = floats(3, E, H, I, 0.5f), *dw2 = floats(3, E, H, I, 0);
-    fmoe_block_args a = {.size = sizeof a, .x = x, .w_router = router, .w = {.w1 = w1, .w2 = w2},
-                         .logits = floats(2, T, E, 1, 0), .ids = tensor((fmoe_datatype){0, 32, 1}, 2, T, K, 1),
-                         .weights = floats(2, T, K, 1, 0), .out = out, .dout = dout, .dw_router = drouter, .dw = {.w1 = dw1, .w2 = dw2}};
+    fmoe_block_args a = {.size = sizeof a,
+                         .x = x,
+                         .w_router = router,
+                         .w = {.w1 = w1, .w2 = w2},
+                         .logits = floats(2, T, E, 1, 0),
+                         .ids = tensor((fmoe_datatype){0, 32, 1}, 2, T, K, 1),
+                         .weights = floats(2, T, K, 1, 0),
+                         .out = out,
+                         .dout = dout,
+                         .dw_router = drouter,
+                         .dw = {.w1 = dw1, .w2 = dw2}};
     fmoe_run run = FMOE_RUN_INIT; /* the caller owns all memory: workspace, and what forward keeps for backward */
     size_t forward, backward;
     must(fmoe_workspace_bytes(plan, FMOE_FORWARD, T, &forward));

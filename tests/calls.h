@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * calls.h - every run call of the API, ready to be made: a plan, valid arguments, a workspace of the right size, and a list of its
- * tensors by name, so that tests can break one thing at a time and see that no output byte has changed. */
+ * calls.h - every run call of the API, ready to be made: a plan, valid arguments, a workspace of the right size, and a
+ * list of its tensors by name, so that tests can break one thing at a time and see that no output byte has changed. */
 #ifndef FMOE_CALLS_H
 #define FMOE_CALLS_H
 
@@ -9,12 +9,21 @@
 #include "tensors.h"
 
 typedef enum call_kind {
-    CALL_ROUTE, CALL_PERMUTE, CALL_UNPERMUTE, CALL_GMM, CALL_GMM_LIST, CALL_ACTIVATION, CALL_EXPERTS, CALL_EXPERTS_LIST, CALL_BLOCK,
+    CALL_ROUTE,
+    CALL_PERMUTE,
+    CALL_UNPERMUTE,
+    CALL_GMM,
+    CALL_GMM_LIST,
+    CALL_ACTIVATION,
+    CALL_EXPERTS,
+    CALL_EXPERTS_LIST,
+    CALL_BLOCK,
     CALL_KINDS
 } call_kind;
 
-static const char *const call_names[CALL_KINDS] = {"route",      "permute", "unpermute",    "grouped_matmul", "grouped_matmul list",
-                                                   "activation", "experts", "experts list", "block"};
+static const char *const call_names[CALL_KINDS] = {
+    "route",      "permute", "unpermute",    "grouped_matmul", "grouped_matmul list",
+    "activation", "experts", "experts list", "block"};
 
 enum { SLOT_IN = 0, SLOT_OUT = 1, SLOT_OPTIONAL = 2 };
 
@@ -54,19 +63,24 @@ static inline fmoe_status call_make(const api_call *c)
     switch (c->kind) {
     case CALL_ROUTE: return (back ? fmoe_route_backward : fmoe_route_forward)(c->plan, &c->a.route, &c->run);
     case CALL_PERMUTE: return (back ? fmoe_permute_backward : fmoe_permute_forward)(c->plan, &c->a.permute, &c->run);
-    case CALL_UNPERMUTE: return (back ? fmoe_unpermute_backward : fmoe_unpermute_forward)(c->plan, &c->a.unpermute, &c->run);
+    case CALL_UNPERMUTE:
+        return (back ? fmoe_unpermute_backward : fmoe_unpermute_forward)(c->plan, &c->a.unpermute, &c->run);
     case CALL_GMM:
-    case CALL_GMM_LIST: return (back ? fmoe_grouped_matmul_backward : fmoe_grouped_matmul_forward)(c->plan, &c->a.gmm, &c->run);
-    case CALL_ACTIVATION: return (back ? fmoe_activation_backward : fmoe_activation_forward)(c->plan, &c->a.activation, &c->run);
+    case CALL_GMM_LIST:
+        return (back ? fmoe_grouped_matmul_backward : fmoe_grouped_matmul_forward)(c->plan, &c->a.gmm, &c->run);
+    case CALL_ACTIVATION:
+        return (back ? fmoe_activation_backward : fmoe_activation_forward)(c->plan, &c->a.activation, &c->run);
     case CALL_EXPERTS:
-    case CALL_EXPERTS_LIST: return (back ? fmoe_experts_backward : fmoe_experts_forward)(c->plan, &c->a.experts, &c->run);
+    case CALL_EXPERTS_LIST:
+        return (back ? fmoe_experts_backward : fmoe_experts_forward)(c->plan, &c->a.experts, &c->run);
     default: return (back ? fmoe_block_backward : fmoe_block_forward)(c->plan, &c->a.block, &c->run);
     }
 }
 
 /* ---- tensors of a call ---- */
 
-static inline const fmoe_tensor *call_tensor(api_call *c, const char *name, const fmoe_tensor **at, int role, fmoe_tensor *t)
+static inline const fmoe_tensor *call_tensor(api_call *c, const char *name, const fmoe_tensor **at, int role,
+                                             fmoe_tensor *t)
 {
     if (role & SLOT_OUT) memset(t->data, 0xa5, (size_t)tensor_count(t) * fmoe_dtype_size(fmoe_tensor_dtype(t)));
     else if (fmoe_tensor_dtype(t) > 0) tensor_random(t, 1);
@@ -82,7 +96,7 @@ static inline void call_list(api_call *c, const char *name, const fmoe_tensor **
     c->slots[c->n_slots - 1].list = stack->shape[0];
 }
 
-#define T_(name_, field, role_, dtype_, ...) \
+#define T_(name_, field, role_, dtype_, ...)                                                                           \
     call_tensor(c, name_, &c->a.field, role_, tensor_new(dtype_, SHAPE(__VA_ARGS__)))
 
 static inline void call_route(api_call *c)
@@ -263,8 +277,9 @@ static inline void call_block(api_call *c)
 
 static inline fmoe_desc call_desc(call_kind kind, int dtype)
 {
-    static const int ops[CALL_KINDS] = {FMOE_OP_ROUTE, FMOE_OP_PERMUTE, FMOE_OP_PERMUTE, FMOE_OP_GROUPED_MATMUL, FMOE_OP_GROUPED_MATMUL,
-                                        FMOE_OP_ACTIVATION, FMOE_OP_EXPERTS, FMOE_OP_EXPERTS, FMOE_OP_BLOCK};
+    static const int ops[CALL_KINDS] = {FMOE_OP_ROUTE,          FMOE_OP_PERMUTE,        FMOE_OP_PERMUTE,
+                                        FMOE_OP_GROUPED_MATMUL, FMOE_OP_GROUPED_MATMUL, FMOE_OP_ACTIVATION,
+                                        FMOE_OP_EXPERTS,        FMOE_OP_EXPERTS,        FMOE_OP_BLOCK};
     fmoe_desc d = FMOE_DESC_INIT;
     d.op = ops[kind];
     d.dtype = dtype;
@@ -279,10 +294,12 @@ static inline fmoe_desc call_desc(call_kind kind, int dtype)
 /* The arguments of a call for a plan that exists. */
 static inline void call_fill(api_call *c)
 {
-    static void (*const fill[CALL_KINDS])(api_call *) = {call_route, call_permute, call_unpermute, call_gmm, call_gmm,
-                                                         call_activation, call_experts, call_experts, call_block};
-    static const size_t sizes[CALL_KINDS] = {sizeof c->a.route, sizeof c->a.permute, sizeof c->a.unpermute, sizeof c->a.gmm, sizeof c->a.gmm,
-                                             sizeof c->a.activation, sizeof c->a.experts, sizeof c->a.experts, sizeof c->a.block};
+    static void (*const fill[CALL_KINDS])(api_call *) = {call_route,   call_permute, call_unpermute,
+                                                         call_gmm,     call_gmm,     call_activation,
+                                                         call_experts, call_experts, call_block};
+    static const size_t sizes[CALL_KINDS] = {sizeof c->a.route,   sizeof c->a.permute, sizeof c->a.unpermute,
+                                             sizeof c->a.gmm,     sizeof c->a.gmm,     sizeof c->a.activation,
+                                             sizeof c->a.experts, sizeof c->a.experts, sizeof c->a.block};
     c->a.size = sizes[c->kind];
     c->T = N_T;
     c->run = FMOE_RUN_INIT;
@@ -304,14 +321,15 @@ static inline void call_begin(api_call *c, call_kind kind, fmoe_pass pass, int d
 
 static inline void call_end(api_call *c) { CHECK_STATUS(fmoe_plan_destroy(&c->plan), FMOE_OK); }
 
-/* Outputs (and the saved state of a forward) still hold the poison they were made with. Slots may point to broken headers, so the
- * tensors are taken from a copy of the call that was made when they were whole. */
+/* Outputs (and the saved state of a forward) still hold the poison they were made with. Slots may point to broken
+ * headers, so the tensors are taken from a copy of the call that was made when they were whole. */
 static inline int call_untouched(const api_call *c)
 {
     for (int i = 0; i < c->n_slots; i++) {
         if (!(c->slots[i].role & SLOT_OUT) || !*c->slots[i].at) continue;
         const fmoe_tensor *t = *c->slots[i].at;
-        size_t n = (size_t)tensor_count(t) * fmoe_dtype_size(fmoe_tensor_dtype(t)) * (size_t)(c->slots[i].list ? c->slots[i].list : 1);
+        size_t n = (size_t)tensor_count(t) * fmoe_dtype_size(fmoe_tensor_dtype(t)) *
+                   (size_t)(c->slots[i].list ? c->slots[i].list : 1);
         const unsigned char *p = fmoe_data(t);
         while (n--)
             if (*p++ != 0xa5) return 0;

@@ -222,7 +222,8 @@ static int new_kernels(int level, kernel_subject *list)
 
 static void draw_case(const void *subject, int64_t index) { ((const check_case *)subject)->draw(index); }
 
-static const check_case *const tables[] = {check_op_cases, check_gmm_cases, check_layer_cases, check_block_cases, check_same_cases};
+static const check_case *const tables[] = {check_op_cases, check_gmm_cases, check_layer_cases, check_block_cases,
+                                           check_same_cases};
 enum { TABLES = sizeof tables / sizeof *tables };
 
 static void check_one_level(int level, double seconds)
@@ -231,12 +232,13 @@ static void check_one_level(int level, double seconds)
     kernel_subject fresh[KERNELS];
     char name[96];
     const int n = new_kernels(level, fresh);
-    /* --quick: a quarter of the draws that are otherwise made whatever the time, and none of the checks that take seconds: for emulators
-     * and sanitizers. */
+    /* --quick: a quarter of the draws that are otherwise made whatever the time, and none of the checks that take
+     * seconds: for emulators and sanitizers. */
     const int64_t share = check_quick ? 4 : 1;
     for (int i = 0; i < n; i++) { /* a fifth of the time for kernels */
         snprintf(name, sizeof name, "%s_%s", fresh[i].kernel->field, isa);
-        if (fresh[i].how) run_check(name, draw_kernel, &fresh[i], fmoe_ceil_div(fresh[i].how->at_least, share), 0.2 * seconds / n);
+        if (fresh[i].how)
+            run_check(name, draw_kernel, &fresh[i], fmoe_ceil_div(fresh[i].how->at_least, share), 0.2 * seconds / n);
         else run_check(name, no_check, &fresh[i], 1, 0);
     }
     double weights = 0;
@@ -252,7 +254,8 @@ static void check_one_level(int level, double seconds)
 
 /* ---- timing ---- */
 
-static double best_rate(const check_kernel *k, const check_kernel_case *how, const fmoe_kernels *table, double *flops_per_item)
+static double best_rate(const check_kernel *k, const check_kernel_case *how, const fmoe_kernels *table,
+                        double *flops_per_item)
 {
     double best = 0;
     for (double end = check_seconds() + 0.05; check_seconds() < end;) {
@@ -283,8 +286,8 @@ static void bench_level(int level, const fmoe_kernels *c_table)
     const int n = new_kernels(level, fresh);
     const fmoe_kernels *t = &check_table;
     const double rate = ceiling(t->peak_f32), pairs = t->peak_bf16 ? ceiling(t->peak_bf16) : rate;
-    printf("%s: register-only ceiling %.1f GFLOP/s in f32, %.1f in bf16 (1 thread)\n", fmoe_cpu_level_name(level), 1e-9 * rate,
-           1e-9 * pairs);
+    printf("%s: register-only ceiling %.1f GFLOP/s in f32, %.1f in bf16 (1 thread)\n", fmoe_cpu_level_name(level),
+           1e-9 * rate, 1e-9 * pairs);
     for (int i = 0; i < n; i++) {
         const check_kernel *k = fresh[i].kernel;
         const check_kernel_case *how = fresh[i].how;
@@ -306,9 +309,12 @@ static void bench_level(int level, const fmoe_kernels *c_table)
 
 static int usage(FILE *to, int code)
 {
-    fputs("usage: fusedmoe check [--seed N] [-f PART_OF_A_NAME] [--draw I] [--seconds S] [--quick] [--loose] [--list] [--bench]\n"
-          "Every kernel and every operation, at each ISA level up to the one FMOE_MAX_ISA allows, against a computation in\n"
-          "double. --quick: fewer and smaller draws. --loose: memory ends 64 bytes before the forbidden page (for qemu).\n"
+    fputs("usage: fusedmoe check [--seed N] [-f PART_OF_A_NAME] [--draw I] [--seconds S] [--quick] [--loose] [--list] "
+          "[--bench]\n"
+          "Every kernel and every operation, at each ISA level up to the one FMOE_MAX_ISA allows, against a "
+          "computation in\n"
+          "double. --quick: fewer and smaller draws. --loose: memory ends 64 bytes before the forbidden page (for "
+          "qemu).\n"
           "--bench times the kernels: GFLOP/s, share of the register-only ceiling, ratio to the portable kernel.\n",
           to);
     return code;

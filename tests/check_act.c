@@ -2,10 +2,18 @@
  * check_act.c - the activations in double, written from the formulas of fusedmoe.h: a second opinion beside ref.c. */
 #include "check.h"
 
-const int check_acts[CHECK_ACTS] = {FMOE_ACT_SWIGLU,      FMOE_ACT_GEGLU,      FMOE_ACT_GEGLU_TANH,
-                                    FMOE_ACT_REGLU,       FMOE_ACT_SWIGLU_CLAMP, FMOE_ACT_SWIGLU_OAI,
-                                    FMOE_ACT_SWIGLU_CLAMP_OUT, FMOE_ACT_SILU,  FMOE_ACT_GELU,
-                                    FMOE_ACT_GELU_TANH,   FMOE_ACT_RELU,       FMOE_ACT_RELU2};
+const int check_acts[CHECK_ACTS] = {FMOE_ACT_SWIGLU,
+                                    FMOE_ACT_GEGLU,
+                                    FMOE_ACT_GEGLU_TANH,
+                                    FMOE_ACT_REGLU,
+                                    FMOE_ACT_SWIGLU_CLAMP,
+                                    FMOE_ACT_SWIGLU_OAI,
+                                    FMOE_ACT_SWIGLU_CLAMP_OUT,
+                                    FMOE_ACT_SILU,
+                                    FMOE_ACT_GELU,
+                                    FMOE_ACT_GELU_TANH,
+                                    FMOE_ACT_RELU,
+                                    FMOE_ACT_RELU2};
 
 typedef struct value {
     double f, d;
@@ -68,7 +76,8 @@ check_act_value check_act(int act, double alpha, double limit, double g, double 
 
 static double part_of(check_act_value v, int which) { return which == 0 ? v.a : which == 1 ? v.dg : v.du; }
 
-/* The largest change of a, dg or du while g and u move inside their uncertainty. Kinks are felt: the corners lie beyond them. */
+/* The largest change of a, dg or du while g and u move inside their uncertainty. Kinks are felt: the corners lie beyond
+ * them. */
 static double moved(const fmoe_act_params *p, double g, double u, double eg, double eu, int which)
 {
     const double alpha = (double)p->alpha, limit = (double)p->limit;
@@ -88,15 +97,18 @@ static double terms(const fmoe_act_params *p, double g, double u, int which)
     const bool gated = p->act < FMOE_ACT_SILU, clamps = gated && p->act >= FMOE_ACT_SWIGLU_CLAMP;
     const check_act_value v = check_act(p->act, (double)p->alpha, (double)p->limit, g, u);
     if (which == 0) return fabs(v.a);
-    if (which == 1) return 1.13 * (fmin(fabs(u), clamps ? (double)p->limit : INFINITY) + (p->act == FMOE_ACT_SWIGLU_OAI));
+    if (which == 1)
+        return 1.13 * (fmin(fabs(u), clamps ? (double)p->limit : INFINITY) + (p->act == FMOE_ACT_SWIGLU_OAI));
     if (!gated) return p->act == FMOE_ACT_RELU2 ? 2 * fabs(u) : 1.13;
     return fabs(v.du);
 }
 
-/* 16 u: exp to 1.5 ulp, a division, a few products. 8 u in the inputs: arguments that are rounded before exp sees them (alpha g,
- * z^2). Twice the movement: the function may bend inside. A sigmoid below the smallest normal number may be zero. */
+/* 16 u: exp to 1.5 ulp, a division, a few products. 8 u in the inputs: arguments that are rounded before exp sees them
+ * (alpha g, z^2). Twice the movement: the function may bend inside. A sigmoid below the smallest normal number may be
+ * zero. */
 double check_act_bound(const fmoe_act_params *p, double g, double u, double eg, double eu, int which)
 {
     const double floor = 0x1p-126 * (1 + fabs(g)) * (1 + fabs(u));
-    return 16 * U32 * terms(p, g, u, which) + 2 * moved(p, g, u, eg + 8 * U32 * fabs(g), eu + 8 * U32 * fabs(u), which) + floor;
+    return 16 * U32 * terms(p, g, u, which) +
+           2 * moved(p, g, u, eg + 8 * U32 * fabs(g), eu + 8 * U32 * fabs(u), which) + floor;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * check_block.c - the whole block: bit for bit what its parts give when they are called one by one, and within the layer's bars of
- * the f64 block where both choose the same experts. */
+ * check_block.c - the whole block: bit for bit what its parts give when they are called one by one, and within the
+ * layer's bars of the f64 block where both choose the same experts. */
 #include "check.h"
 
 typedef struct block {
@@ -8,8 +8,10 @@ typedef struct block {
     fmoe_plan plan;
     int64_t T;
     bool gated, shared, gate, biased_router, aux;
-    fmoe_tensor *x, *w_router, *b_router, *select_bias, *w1, *w2, *b1, *b2, *s1, *s2, *t1, *t2, *shared_gate, *dout, *aux_dlogits; /* in */
-    fmoe_tensor *logits, *ids, *weights, *out, *dx, *dw_router, *db_router, *dw1, *dw2, *db1, *db2, *ds1, *ds2, *dt1, *dt2, *dgate;
+    fmoe_tensor *x, *w_router, *b_router, *select_bias, *w1, *w2, *b1, *b2, *s1, *s2, *t1, *t2, *shared_gate, *dout,
+        *aux_dlogits; /* in */
+    fmoe_tensor *logits, *ids, *weights, *out, *dx, *dw_router, *db_router, *dw1, *dw2, *db1, *db2, *ds1, *ds2, *dt1,
+        *dt2, *dgate;
     fmoe_block_args forward, backward;
 } block;
 
@@ -39,7 +41,8 @@ static void draw_inputs(block *b)
 {
     const fmoe_desc *d = &b->d;
     const int dtype = d->dtype;
-    const int64_t T = b->T, H = d->H, I = d->I, E = d->E, S = d->shared_I, C = b->gated ? 2 * I : I, SC = b->gated ? 2 * S : S;
+    const int64_t T = b->T, H = d->H, I = d->I, E = d->E, S = d->shared_I, C = b->gated ? 2 * I : I,
+                  SC = b->gated ? 2 * S : S;
     b->x = check_fill(check_rows(dtype, T, H, 1), 1);
     b->dout = check_fill(check_rows(dtype, T, H, 0), 1);
     const int64_t turned[] = {1, E};
@@ -64,7 +67,8 @@ static void make_outputs(block *b)
 {
     const fmoe_desc *d = &b->d;
     const int dtype = d->dtype, w = wide(d);
-    const int64_t T = b->T, H = d->H, I = d->I, E = d->E, S = d->shared_I, C = b->gated ? 2 * I : I, SC = b->gated ? 2 * S : S;
+    const int64_t T = b->T, H = d->H, I = d->I, E = d->E, S = d->shared_I, C = b->gated ? 2 * I : I,
+                  SC = b->gated ? 2 * S : S;
     const bool bias = d->flags & FMOE_BIAS;
     b->plan = check_plan(d);
     b->logits = check_rows(w, T, E, 1);
@@ -85,8 +89,15 @@ static void make_outputs(block *b)
         b->dt2 = check_rows(w, 1, H, 0);
     }
     if (b->gate) b->dgate = check_rows(w, 1, H, 0);
-    fmoe_block_args a = {.size = sizeof a, .x = b->x, .w_router = b->w_router, .b_router = b->b_router, .select_bias = b->select_bias,
-                         .w = {.w1 = b->w1, .w2 = b->w2}, .shared_gate = b->shared_gate, .logits = b->logits, .ids = b->ids,
+    fmoe_block_args a = {.size = sizeof a,
+                         .x = b->x,
+                         .w_router = b->w_router,
+                         .b_router = b->b_router,
+                         .select_bias = b->select_bias,
+                         .w = {.w1 = b->w1, .w2 = b->w2},
+                         .shared_gate = b->shared_gate,
+                         .logits = b->logits,
+                         .ids = b->ids,
                          .weights = b->weights};
     if (b->shared) a.shared = (fmoe_weights){.w1 = b->s1, .w2 = b->s2};
     if (bias) a.w.b1 = b->b1, a.w.b2 = b->b2;
@@ -113,8 +124,9 @@ static block draw_block(int64_t index)
     b.gated = b.d.act < FMOE_ACT_SILU;
     b.shared = b.d.shared_I > 0;
     b.gate = b.d.flags & FMOE_SHARED_GATE;
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " shared_I=%" PRId64 " dtype=%d act=%d flags=%u score=%d aux=%d", b.T,
-               b.d.H, b.d.I, b.d.E, b.d.k, b.d.shared_I, b.d.dtype, b.d.act, b.d.flags, b.d.route.score, b.aux);
+    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " shared_I=%" PRId64
+               " dtype=%d act=%d flags=%u score=%d aux=%d",
+               b.T, b.d.H, b.d.I, b.d.E, b.d.k, b.d.shared_I, b.d.dtype, b.d.act, b.d.flags, b.d.route.score, b.aux);
     draw_inputs(&b);
     make_outputs(&b);
     return b;
@@ -139,7 +151,8 @@ static fmoe_tensor *as_group(const fmoe_tensor *m)
     t->ndim = 3;
     t->shape = (int64_t *)(t + 1);
     t->strides = t->shape + 3;
-    const int64_t shape[] = {1, m->shape[1], m->shape[0]}, strides[] = {m->shape[0] * m->shape[1], fmoe_stride(m, 1), fmoe_stride(m, 0)};
+    const int64_t shape[] = {1, m->shape[1], m->shape[0]},
+                  strides[] = {m->shape[0] * m->shape[1], fmoe_stride(m, 1), fmoe_stride(m, 0)};
     memcpy(t->shape, shape, sizeof shape);
     memcpy(t->strides, strides, sizeof strides);
     return t;
@@ -175,28 +188,35 @@ static void check_forward_parts(const block *b)
     d.flags &= ~(uint32_t)FMOE_SHARED_GATE;
     const fmoe_plan experts = part_plan(&d);
 
-    fmoe_tensor *logits = check_rows(wide(&b->d), T, E, 0), *ids = check_tensor(CHECK_I64, CHECK_SHAPE(T, b->d.k), NULL);
-    fmoe_tensor *weights = check_tensor(wide(&b->d), CHECK_SHAPE(T, b->d.k), NULL), *out = check_rows(b->d.dtype, T, H, 0);
-    const fmoe_gmm_args g = {.size = sizeof g, .x = b->x, .w = as_group(b->w_router), .bias = as_row(b->b_router), .y = logits};
+    fmoe_tensor *logits = check_rows(wide(&b->d), T, E, 0),
+                *ids = check_tensor(CHECK_I64, CHECK_SHAPE(T, b->d.k), NULL);
+    fmoe_tensor *weights = check_tensor(wide(&b->d), CHECK_SHAPE(T, b->d.k), NULL),
+                *out = check_rows(b->d.dtype, T, H, 0);
+    const fmoe_gmm_args g = {
+        .size = sizeof g, .x = b->x, .w = as_group(b->w_router), .bias = as_row(b->b_router), .y = logits};
     const fmoe_run g_run = check_run(router, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_grouped_matmul_forward(router, &g, &g_run));
-    const fmoe_route_args r = {.size = sizeof r, .logits = logits, .select_bias = b->select_bias, .ids = ids, .weights = weights};
+    const fmoe_route_args r = {
+        .size = sizeof r, .logits = logits, .select_bias = b->select_bias, .ids = ids, .weights = weights};
     const fmoe_run r_run = check_run(route, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_route_forward(route, &r, &r_run));
-    const fmoe_experts_args e = {.size = sizeof e, .x = b->x, .ids = ids, .weights = weights, .w = b->forward.w, .out = out};
+    const fmoe_experts_args e = {
+        .size = sizeof e, .x = b->x, .ids = ids, .weights = weights, .w = b->forward.w, .out = out};
     const fmoe_run e_run = check_run(experts, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_experts_forward(experts, &e, &e_run));
     check_equal("logits", b->logits, logits);
     for (int64_t i = 0; i < T * b->d.k; i++)
-        if (check_get(ids, i) != check_get(b->ids, i)) check_fail("ids[%" PRId64 "] is %g, not %g", i, check_get(b->ids, i), check_get(ids, i));
+        if (check_get(ids, i) != check_get(b->ids, i))
+            check_fail("ids[%" PRId64 "] is %g, not %g", i, check_get(b->ids, i), check_get(ids, i));
     check_equal("weights", b->weights, weights);
     if (!b->shared) check_equal("out", b->out, out);
 }
 
 /* ---- against the f64 block ---- */
 
-/* The parts have exact bounds in checks of their own, and the forward parts are compared bit for bit above; here the composition is at
- * stake, whose mistakes are of order 1. Inputs are of order 1, so sums of n terms are off by about u sqrt(n) even where they cancel. */
+/* The parts have exact bounds in checks of their own, and the forward parts are compared bit for bit above; here the
+ * composition is at stake, whose mistakes are of order 1. Inputs are of order 1, so sums of n terms are off by about u
+ * sqrt(n) even where they cancel. */
 static void compare(const block *b, const char *what, const fmoe_tensor *got, const fmoe_tensor *want, double limit)
 {
     if (!got || check_failed()) return;
@@ -219,8 +239,9 @@ static void draw_block_parts(int64_t index)
     /* The f64 block on the same numbers, where it chooses the same experts (logits differ by their rounding only). */
     block ref = b;
     ref.d.dtype = FMOE_F64;
-    fmoe_tensor **all[] = {&ref.x, &ref.w_router, &ref.b_router, &ref.select_bias, &ref.w1, &ref.w2, &ref.b1, &ref.b2, &ref.s1, &ref.s2,
-                           &ref.t1, &ref.t2, &ref.shared_gate, &ref.dout, &ref.aux_dlogits};
+    fmoe_tensor **all[] = {&ref.x,  &ref.w_router, &ref.b_router,    &ref.select_bias, &ref.w1,
+                           &ref.w2, &ref.b1,       &ref.b2,          &ref.s1,          &ref.s2,
+                           &ref.t1, &ref.t2,       &ref.shared_gate, &ref.dout,        &ref.aux_dlogits};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) *all[i] = check_f64(*all[i]);
     make_outputs(&ref);
     run_block(&ref);
@@ -255,9 +276,10 @@ static void draw_block_accumulate(int64_t index)
     run_block(&b);
     block again = b;
     make_outputs(&again);
-    fmoe_tensor *grads[] = {again.dx, again.dw_router, again.db_router, again.dw1, again.dw2, again.db1, again.db2, again.ds1, again.ds2,
-                            again.dt1, again.dt2, again.dgate};
-    fmoe_tensor *plain[] = {b.dx, b.dw_router, b.db_router, b.dw1, b.dw2, b.db1, b.db2, b.ds1, b.ds2, b.dt1, b.dt2, b.dgate};
+    fmoe_tensor *grads[] = {again.dx,  again.dw_router, again.db_router, again.dw1, again.dw2, again.db1,
+                            again.db2, again.ds1,       again.ds2,       again.dt1, again.dt2, again.dgate};
+    fmoe_tensor *plain[] = {b.dx,  b.dw_router, b.db_router, b.dw1, b.dw2, b.db1,
+                            b.db2, b.ds1,       b.ds2,       b.dt1, b.dt2, b.dgate};
     for (size_t i = 0; i < sizeof grads / sizeof *grads; i++)
         if (grads[i]) check_fill(grads[i], 0);
     const fmoe_run f = check_run(again.plan, FMOE_FORWARD, b.T, 0);

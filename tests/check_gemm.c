@@ -24,7 +24,8 @@ typedef struct product {
     float *c, *before;
 } product;
 
-/* Rows of A where they come from: rows in memory (gathered, so each ends at a forbidden page), or columns of a packed panel. */
+/* Rows of A where they come from: rows in memory (gathered, so each ends at a forbidden page), or columns of a packed
+ * panel. */
 static void draw_product(product *p, const check_kernel *k, int64_t index)
 {
     static const int64_t rows[] = {1, 2, 3, 5, 6, 7, 11, 12, 13, 18, 0}, kcs[] = {1, 2, 3, 31, 32, 64, 97, 511, 512};
@@ -80,9 +81,7 @@ static void fill_product(product *p)
             else *(float *)(void *)a_element(p, r, k) = v;
         }
     if (p->pairs && p->kc % 2) /* the padding of an odd kc: what packers write, and a packed A holds, is zero */
-        for (int64_t n = 0; n < FMOE_NB; n++) {
-            ((uint16_t *)p->panel)[panel_at(true, 64, p->kc, p->kc, n)] = 0;
-        }
+        for (int64_t n = 0; n < FMOE_NB; n++) { ((uint16_t *)p->panel)[panel_at(true, 64, p->kc, p->kc, n)] = 0; }
     for (int64_t k = 0; k < p->kc; k++)
         for (int64_t n = 0; n < FMOE_NB; n++) {
             const float v = (float)(2 * check_uniform() - 1);
@@ -120,7 +119,8 @@ void check_gemm(const check_kernel *k, int64_t index)
             check_near("c", r * p.ldc + n, (double)p.c[r * p.ldc + n], sum, check_c(p.kc) * U32 * magnitude + 0x1p-120);
         }
         for (int64_t n = FMOE_NB; n < p.ldc && r + 1 < p.rows; n++)
-            if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4)) check_fail("c[%" PRId64 "] past the block was written", n);
+            if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4))
+                check_fail("c[%" PRId64 "] past the block was written", n);
     }
     if (next.line > next.end) check_fail("%td lines were taken past the last", next.line - next.end);
     /* A row's bits do not depend on its company. */
@@ -129,7 +129,8 @@ void check_gemm(const check_kernel *k, int64_t index)
         float alone[FMOE_NB];
         memcpy(alone, p.before + r * p.ldc, sizeof alone);
         gemm(1, p.kc, p.a + r, p.a_step, p.panel, alone, FMOE_NB, first, &nothing);
-        if (memcmp(alone, p.c + r * p.ldc, sizeof alone)) check_fail("row %" PRId64 " of %" PRId64 " differs from itself alone", r, p.rows);
+        if (memcmp(alone, p.c + r * p.ldc, sizeof alone))
+            check_fail("row %" PRId64 " of %" PRId64 " differs from itself alone", r, p.rows);
     }
 }
 
@@ -158,14 +159,18 @@ typedef struct source {
 static source source_of(const check_kernel *k)
 {
     const char *f = k->field;
-    return (source){.pairs = is_pairs(k), .cols = strstr(f, "cols") != NULL,
-                    .dtype = strstr(f, "_f32") ? FMOE_F32 : strstr(f, "_f16") ? FMOE_F16 : FMOE_BF16};
+    return (source){.pairs = is_pairs(k),
+                    .cols = strstr(f, "cols") != NULL,
+                    .dtype = strstr(f, "_f32")   ? FMOE_F32
+                             : strstr(f, "_f16") ? FMOE_F16
+                                                 : FMOE_BF16};
 }
 
 void check_pack(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(pack, fmoe_pack_fn, k, &check_table);
-    static const int64_t ns[] = {64, 1, 15, 16, 17, 31, 32, 33, 48, 63}, kcs[] = {1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 512};
+    static const int64_t ns[] = {64, 1, 15, 16, 17, 31, 32, 33, 48, 63},
+                         kcs[] = {1, 2, 3, 15, 16, 17, 31, 32, 33, 64, 512};
     const source s = source_of(k);
     const int64_t col = check_below(4) * 16;
     const int64_t n = fmoe_min(index < 10 ? ns[index] : 1 + check_below(FMOE_NB), FMOE_NB - col);
@@ -211,7 +216,8 @@ void bench_pack(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     const source s = source_of(k);
     static char panel[FMOE_PANEL_BYTES] __attribute__((aligned(64))), from[FMOE_PANEL_BYTES + 4096];
     const void *pointers[FMOE_KC];
-    for (int i = 0; i < FMOE_KC; i++) pointers[i] = from + (s.cols ? (i % FMOE_NB) * FMOE_KC : i * FMOE_NB) * (int)fmoe_dtype_size(s.dtype);
+    for (int i = 0; i < FMOE_KC; i++)
+        pointers[i] = from + (s.cols ? (i % FMOE_NB) * FMOE_KC : i * FMOE_NB) * (int)fmoe_dtype_size(s.dtype);
     for (int i = 0; i < 8; i++) pack(panel, FMOE_KC, 0, pointers, FMOE_NB);
     *items = 8 * FMOE_KC * FMOE_NB;
     *flops = 0;

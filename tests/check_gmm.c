@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * check_gmm.c - grouped matmul through the public API, stacked and as lists, against an f64 plan on the values (the result) and on
- * their magnitudes (the sum in the bound). */
+ * check_gmm.c - grouped matmul through the public API, stacked and as lists, against an f64 plan on the values (the
+ * result) and on their magnitudes (the sum in the bound). */
 #include "check.h"
 
 typedef struct gmm_draw {
@@ -21,7 +21,8 @@ static fmoe_tensor *magnitudes(const fmoe_tensor *t)
     return m;
 }
 
-static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude, double c)
+static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
+                    double c)
 {
     const int dtype = fmoe_tensor_dtype(got);
     for (int64_t i = 0; i < check_count(want) && !check_failed(); i++) {
@@ -37,7 +38,10 @@ static void draw_sizes(gmm_draw *g, int64_t index)
     int64_t total = 0, *size = check_alloc((size_t)g->E * sizeof *size);
     const int64_t kind = check_below(4), one = check_below(g->E);
     for (int64_t e = 0; e < g->E; e++) {
-        size[e] = index == 0 ? 0 : kind == 0 ? (e == one ? 1 + check_below(70) : 0) : check_below(3) ? check_below(14) : 0;
+        size[e] = index == 0       ? 0
+                  : kind == 0      ? (e == one ? 1 + check_below(70) : 0)
+                  : check_below(3) ? check_below(14)
+                                   : 0;
         total += size[e];
     }
     g->R = total + (check_below(3) ? 0 : check_below(4));
@@ -69,8 +73,8 @@ static void begin(gmm_draw *g, int64_t index, bool list)
     f64.dtype = FMOE_F64;
     g->ref = check_plan(&f64);
     draw_sizes(g, index);
-    check_note("E=%" PRId64 " K=%" PRId64 " N=%" PRId64 " R=%" PRId64 " dtype=%d y=%d grad=%d cumulative=%d list=%d", g->E, g->K, g->N, g->R,
-               g->dtype, g->y_dtype, g->grad, g->cumulative, list);
+    check_note("E=%" PRId64 " K=%" PRId64 " N=%" PRId64 " R=%" PRId64 " dtype=%d y=%d grad=%d cumulative=%d list=%d",
+               g->E, g->K, g->N, g->R, g->dtype, g->y_dtype, g->grad, g->cumulative, list);
 }
 
 static fmoe_tensor *f64_like(const fmoe_tensor *t) /* NaN everywhere */
@@ -84,9 +88,11 @@ static void draw_gmm_forward(int64_t index)
     begin(&g, index, false);
     fmoe_tensor *x = check_fill(check_rows(g.dtype, g.R, g.K, check_below(3)), 1);
     fmoe_tensor *w = check_fill(check_stack(g.dtype, g.E, g.K, g.N, check_below(2)), 1);
-    fmoe_tensor *bias = check_below(2) ? check_fill(check_rows(plan_or_f32(g.dtype), g.E, g.N, check_below(2)), 1) : NULL;
+    fmoe_tensor *bias =
+        check_below(2) ? check_fill(check_rows(plan_or_f32(g.dtype), g.E, g.N, check_below(2)), 1) : NULL;
     fmoe_tensor *y = check_rows(g.y_dtype, g.R, g.N, check_below(3));
-    const fmoe_gmm_args a = {.size = sizeof a, .x = x, .w = w, .bias = bias, .sizes = g.sizes, .y = y, .cumulative = g.cumulative};
+    const fmoe_gmm_args a = {
+        .size = sizeof a, .x = x, .w = w, .bias = bias, .sizes = g.sizes, .y = y, .cumulative = g.cumulative};
     fmoe_gmm_args r = a, m = a;
     r.x = check_f64(x), r.w = check_f64(w), r.bias = check_f64(bias), r.y = f64_like(y);
     m.x = magnitudes(x), m.w = magnitudes(w), m.bias = magnitudes(bias), m.y = f64_like(y);
@@ -116,18 +122,26 @@ static void draw_gmm_backward(int64_t index)
     fmoe_tensor *w = check_fill(check_stack(g.dtype, g.E, g.K, g.N, check_below(2)), 1);
     fmoe_tensor *dy = check_fill(check_rows(g.y_dtype, g.R, g.N, check_below(3)), 1);
     const int64_t left_out = check_below(6); /* one output may be missing */
-    fmoe_tensor *dx = check_rows(g.dtype, g.R, g.K, check_below(3)), *dw = check_stack(g.grad, g.E, g.K, g.N, check_below(2));
+    fmoe_tensor *dx = check_rows(g.dtype, g.R, g.K, check_below(3)),
+                *dw = check_stack(g.grad, g.E, g.K, g.N, check_below(2));
     fmoe_tensor *db = check_rows(plan_or_f32(g.dtype), g.E, g.N, check_below(2)), *twin[3], *size[3];
     start(dx, add, &twin[0], &size[0]);
     start(dw, accumulate, &twin[1], &size[1]);
     start(db, accumulate, &twin[2], &size[2]);
-    const fmoe_gmm_args a = {.size = sizeof a, .x = left_out == 1 ? NULL : x, .w = left_out == 0 ? NULL : w, .sizes = g.sizes, .dy = dy,
-                             .dx = left_out == 0 ? NULL : dx, .dw = left_out == 1 ? NULL : dw, .dbias = left_out == 2 ? NULL : db,
+    const fmoe_gmm_args a = {.size = sizeof a,
+                             .x = left_out == 1 ? NULL : x,
+                             .w = left_out == 0 ? NULL : w,
+                             .sizes = g.sizes,
+                             .dy = dy,
+                             .dx = left_out == 0 ? NULL : dx,
+                             .dw = left_out == 1 ? NULL : dw,
+                             .dbias = left_out == 2 ? NULL : db,
                              .cumulative = g.cumulative};
     fmoe_gmm_args r = a, m = a;
     r.x = check_f64(x), r.w = check_f64(w), r.dy = check_f64(dy), r.dx = twin[0], r.dw = twin[1], r.dbias = twin[2];
     m.x = magnitudes(x), m.w = magnitudes(w), m.dy = magnitudes(dy), m.dx = size[0], m.dw = size[1], m.dbias = size[2];
-    const fmoe_run run = check_run(g.plan, FMOE_BACKWARD, g.R, flags), run_ref = check_run(g.ref, FMOE_BACKWARD, g.R, flags);
+    const fmoe_run run = check_run(g.plan, FMOE_BACKWARD, g.R, flags),
+                   run_ref = check_run(g.ref, FMOE_BACKWARD, g.R, flags);
     CHECK_OK(fmoe_grouped_matmul_backward(g.plan, &a, &run));
     CHECK_OK(fmoe_grouped_matmul_backward(g.ref, &r, &run_ref));
     CHECK_OK(fmoe_grouped_matmul_backward(g.ref, &m, &run_ref));
@@ -170,8 +184,10 @@ static void draw_gmm_list(int64_t index)
         one = check_fill(check_rows(g.y_dtype, m, N, check_below(2)), 1);
         t[0].dy[e] = *one, t[1].dy[e] = *check_f64(one), t[2].dy[e] = *magnitudes(one);
         fmoe_tensor *twin, *size;
-        t[0].y[e] = *start(check_rows(g.y_dtype, m, N, check_below(2)), false, &twin, &size), t[1].y[e] = *twin, t[2].y[e] = *size;
-        t[0].dx[e] = *start(check_rows(g.dtype, m, K, check_below(2)), add, &twin, &size), t[1].dx[e] = *twin, t[2].dx[e] = *size;
+        t[0].y[e] = *start(check_rows(g.y_dtype, m, N, check_below(2)), false, &twin, &size), t[1].y[e] = *twin,
+        t[2].y[e] = *size;
+        t[0].dx[e] = *start(check_rows(g.dtype, m, K, check_below(2)), add, &twin, &size), t[1].dx[e] = *twin,
+        t[2].dx[e] = *size;
         t[0].dw[e] = *start(check_tensor(g.grad, CHECK_SHAPE(K, N), turn ? NULL : turned), accumulate, &twin, &size);
         t[1].dw[e] = *twin, t[2].dw[e] = *size;
         t[0].dbias[e] = *start(check_tensor(db_dtype, CHECK_SHAPE(N), NULL), accumulate, &twin, &size);
@@ -180,9 +196,16 @@ static void draw_gmm_list(int64_t index)
     for (int v = 0; v < 3; v++) {
         const fmoe_plan plan = v ? g.ref : g.plan;
         const fmoe_gmm_args f = {.size = sizeof f, .x = t[v].x, .w = t[v].w, .bias = t[v].bias, .y = t[v].y, .list = 1};
-        const fmoe_gmm_args b = {.size = sizeof b, .x = t[v].x, .w = t[v].w, .dy = t[v].dy, .dx = t[v].dx, .dw = t[v].dw,
-                                 .dbias = t[v].dbias, .list = 1};
-        const fmoe_run forward = check_run(plan, FMOE_FORWARD, rows, 0), backward = check_run(plan, FMOE_BACKWARD, rows, flags);
+        const fmoe_gmm_args b = {.size = sizeof b,
+                                 .x = t[v].x,
+                                 .w = t[v].w,
+                                 .dy = t[v].dy,
+                                 .dx = t[v].dx,
+                                 .dw = t[v].dw,
+                                 .dbias = t[v].dbias,
+                                 .list = 1};
+        const fmoe_run forward = check_run(plan, FMOE_FORWARD, rows, 0),
+                       backward = check_run(plan, FMOE_BACKWARD, rows, flags);
         CHECK_OK(fmoe_grouped_matmul_forward(plan, &f, &forward));
         CHECK_OK(fmoe_grouped_matmul_backward(plan, &b, &backward));
     }

@@ -13,8 +13,8 @@ check_draw_fn check_gemm, check_pack, check_load, check_store, check_store_block
 check_bench_fn bench_gemm, bench_pack, bench_convert, bench_store_block, bench_act, bench_sum;
 
 /* The kernel's pointer in a table, as its own type. */
-#define CHECK_KERNEL_FN(name, type, k, table) \
-    type *name;                               \
+#define CHECK_KERNEL_FN(name, type, k, table)                                                                          \
+    type *name;                                                                                                        \
     memcpy(&name, (const char *)(table) + (k)->offset, sizeof name)
 
 #endif

@@ -3,9 +3,9 @@
  * check_layer.c - the experts layer against a computation in double that carries a bound with every number.
  *
  * Each quantity is a value v and an error e. A sum of products adds |a| e(b) + |b| e(a), plus c(n) u times the sum of
- * magnitudes for the f32 arithmetic; an activation moves its inputs inside their errors (check_act_bound), so that a value near a
- * kink of relu or a clamp gets the bound of both sides; storing adds the unit roundoff of what is stored. The values are
- * checked against the f64 plan as well: three opinions. */
+ * magnitudes for the f32 arithmetic; an activation moves its inputs inside their errors (check_act_bound), so that a
+ * value near a kink of relu or a clamp gets the bound of both sides; storing adds the unit roundoff of what is stored.
+ * The values are checked against the f64 plan as well: three opinions. */
 #include "check_layer.h"
 
 const char *const layer_output_names[LAYER_OUTPUTS] = {"out", "dx", "dweights", "dw1", "dw2", "db1", "db2"};
@@ -13,7 +13,8 @@ const char *const layer_output_names[LAYER_OUTPUTS] = {"out", "dx", "dweights", 
 void layer_outputs(const check_layer *l, const fmoe_tensor *out[LAYER_OUTPUTS])
 {
     const bool bias = l->d.flags & FMOE_BIAS;
-    const fmoe_tensor *all[LAYER_OUTPUTS] = {l->out, l->dx, l->dp, l->dw1, l->dw2, bias ? l->db1 : NULL, bias ? l->db2 : NULL};
+    const fmoe_tensor *all[LAYER_OUTPUTS] = {
+        l->out, l->dx, l->dp, l->dw1, l->dw2, bias ? l->db1 : NULL, bias ? l->db2 : NULL};
     memcpy(out, all, sizeof all);
 }
 
@@ -68,15 +69,17 @@ check_layer layer_make(const fmoe_desc *d, int64_t T, int layout)
     check_layer l = {.d = *d, .T = T, .layout = layout, .gated = d->act < FMOE_ACT_SILU};
     l.list = layout & LAYER_LIST;
     l.grad_list = l.list != !!(layout & LAYER_GRAD_LIST);
-    if (l.list || l.grad_list) l.d.flags &= ~(uint32_t)FMOE_BIAS; /* lists have none */
+    if (l.list || l.grad_list) l.d.flags &= ~(uint32_t)FMOE_BIAS;        /* lists have none */
     if (l.list != l.grad_list) l.d.flags &= ~(uint32_t)FMOE_INTERLEAVED; /* refused: test_api.c */
     l.C = l.gated ? 2 * d->I : d->I;
-    const int dtype = d->dtype, p_type = layout & LAYER_WIDE_P ? FMOE_F32 : dtype, b_type = layout & LAYER_WIDE_BIAS ? FMOE_F32 : dtype;
+    const int dtype = d->dtype, p_type = layout & LAYER_WIDE_P ? FMOE_F32 : dtype,
+              b_type = layout & LAYER_WIDE_BIAS ? FMOE_F32 : dtype;
     const int64_t H = d->H, I = d->I, E = d->E, gap = layout & LAYER_PADDED ? 2 : 0;
     l.x = check_fill(check_rows(dtype, T, H, gap), 1);
     l.dout = check_fill(check_rows(dtype, T, H, gap), 1);
     l.p = check_fill(check_tensor(p_type, CHECK_SHAPE(T, d->k), NULL), 1);
-    l.ids = check_ids(check_tensor(layout & LAYER_I64 ? CHECK_I64 : CHECK_I32, CHECK_SHAPE(T, d->k), NULL), E, d->flags);
+    l.ids =
+        check_ids(check_tensor(layout & LAYER_I64 ? CHECK_I64 : CHECK_I32, CHECK_SHAPE(T, d->k), NULL), E, d->flags);
     l.w1 = check_fill(check_stack(dtype, E, l.C, H, layout & LAYER_TRANSPOSED), 2.5 / sqrt((double)H));
     l.w2 = check_fill(check_stack(dtype, E, H, I, layout & LAYER_TRANSPOSED), 2.5 / sqrt((double)I));
     l.b1 = check_fill(check_rows(b_type, E, l.C, gap), 1);
@@ -191,7 +194,8 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
     const bool interleaved = flag && !l->list, grad_interleaved = flag && !l->grad_list;
     const double p = b->p[slot], us = l->d.dtype == FMOE_F32 ? 0 : 1.01 * check_u(l->d.dtype);
     const double *x = b->x + t * H, *dout = b->dout + t * H, *w1 = b->w1 + e * C * H, *w2 = b->w2 + e * H * I;
-    const fmoe_act_params act = {l->d.act, l->d.act_alpha == 0 ? 1.702f : l->d.act_alpha, l->d.act_limit == 0 ? 7 : l->d.act_limit};
+    const fmoe_act_params act = {l->d.act, l->d.act_alpha == 0 ? 1.702f : l->d.act_alpha,
+                                 l->d.act_limit == 0 ? 7 : l->d.act_limit};
     bounded *all[] = {&b->h, &b->a, &b->y, &b->dA, &b->dh, &b->pa};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) clear(all[i]);
 
@@ -231,7 +235,8 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
         for (int64_t i = 0; i < I; i++) plus(&b->dw2, (e * H + n) * I + i, dout[n], 0, b->pa.v[i], b->pa.e[i]);
     }
     for (int64_t c = 0; c < C; c++) {
-        const int64_t i = interleaved ? c / 2 : c % I, up = interleaved ? c % 2 : c / I; /* row c of W1 in the gradient's order */
+        const int64_t i = interleaved ? c / 2 : c % I,
+                      up = interleaved ? c % 2 : c / I; /* row c of W1 in the gradient's order */
         const int64_t dc = l->gated ? (grad_interleaved ? 2 * i + up : up * I + i) : c;
         plus(&b->db1, e * C + c, 1, 0, b->dh.v[c], b->dh.e[c]);
         for (int64_t n = 0; n < H; n++) {
@@ -274,15 +279,22 @@ static void draw_experts(int64_t index)
     const int64_t T = draw_T(&d, index);
     check_layer l = layer_make(&d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST)));
     const bool add_out = check_below(4) == 0, accumulate = check_below(3) == 0, add_dx = check_below(4) == 0;
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " dtype=%d act=%d flags=%u layout=%d add=%d%d%d", T, d.H,
-               d.I, d.E, d.k, d.dtype, d.act, l.d.flags, l.layout, add_out, accumulate, add_dx);
+    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
+               " dtype=%d act=%d flags=%u layout=%d add=%d%d%d",
+               T, d.H, d.I, d.E, d.k, d.dtype, d.act, l.d.flags, l.layout, add_out, accumulate, add_dx);
     if (add_out) check_fill(l.out, 1);
     if (add_dx) check_fill(l.dx, 1);
     fmoe_tensor *grads[] = {l.dw1, l.dw2, l.db1, l.db2};
     for (int i = 0; i < 4 && accumulate; i++) check_fill(grads[i], 1);
 
-    layer_bounds b = {.l = &l, .x = doubles(l.x), .dout = doubles(l.dout), .p = doubles(l.p), .w1 = doubles(l.w1), .w2 = doubles(l.w2),
-                      .b1 = doubles(l.b1), .b2 = doubles(l.b2)};
+    layer_bounds b = {.l = &l,
+                      .x = doubles(l.x),
+                      .dout = doubles(l.dout),
+                      .p = doubles(l.p),
+                      .w1 = doubles(l.w1),
+                      .w2 = doubles(l.w2),
+                      .b1 = doubles(l.b1),
+                      .b2 = doubles(l.b2)};
     b.out = bounded_like(l.out, add_out), b.dx = bounded_like(l.dx, add_dx), b.dp = bounded_like(l.dp, false);
     b.dw1 = bounded_like(l.dw1, accumulate), b.dw2 = bounded_like(l.dw2, accumulate);
     b.db1 = bounded_like(l.db1, accumulate), b.db2 = bounded_like(l.db2, accumulate);
@@ -342,7 +354,8 @@ static void layer_error(const fmoe_desc *d, int64_t T, double forward, double ba
         if (!got[i]) continue;
         const double error = check_rel_l2(got[i], want[i]), limit = i == 0 ? forward : backward;
         check_info(" %s %.1e", layer_output_names[i], error);
-        if (!(error <= limit)) check_fail("relative error of %s is %.3g, allowed %.3g", layer_output_names[i], error, limit);
+        if (!(error <= limit))
+            check_fail("relative error of %s is %.3g, allowed %.3g", layer_output_names[i], error, limit);
     }
 }
 
@@ -363,10 +376,7 @@ static void error_f16(int64_t index) { error_case(FMOE_F16, index ? 256 : 1024, 
 static void error_f32_large(int64_t index) { error_case(FMOE_F32, index ? 4000 : 4096, 4096, 8, 2e-6, 2e-6); }
 
 const check_case check_layer_cases[] = {
-    {"experts", draw_experts, 36, 6, 0},
-    {"error_f32", error_f32, 1, 0, 1},
-    {"error_bf16", error_bf16, 1, 0, 1},
-    {"error_f16", error_f16, 1, 0, 1},
-    {"error_f32_4096", error_f32_large, 1, 0, 2},
-    {NULL, NULL, 0, 0, 0},
+    {"experts", draw_experts, 36, 6, 0},          {"error_f32", error_f32, 1, 0, 1},
+    {"error_bf16", error_bf16, 1, 0, 1},          {"error_f16", error_f16, 1, 0, 1},
+    {"error_f32_4096", error_f32_large, 1, 0, 2}, {NULL, NULL, 0, 0, 0},
 };

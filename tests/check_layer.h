@@ -5,16 +5,17 @@
 
 #include "check.h"
 
-enum { /* how the tensors lie */
-    LAYER_TRANSPOSED = 1, /* W1 and W2 stored [E,in,out] */
-    LAYER_LIST = 2,       /* one matrix an expert */
-    LAYER_WIDE_P = 4,     /* p and dp in f32 */
-    LAYER_WIDE_GRAD = 8,  /* dW in f32 */
-    LAYER_PADDED = 16,    /* rows with gaps */
-    LAYER_I64 = 32,
-    LAYER_GRAD_TURNED = 64, /* gradients in the other orientation than the weights */
-    LAYER_WIDE_BIAS = 128,
-    LAYER_GRAD_LIST = 256 /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
+enum {                       /* how the tensors lie */
+       LAYER_TRANSPOSED = 1, /* W1 and W2 stored [E,in,out] */
+       LAYER_LIST = 2,       /* one matrix an expert */
+       LAYER_WIDE_P = 4,     /* p and dp in f32 */
+       LAYER_WIDE_GRAD = 8,  /* dW in f32 */
+       LAYER_PADDED = 16,    /* rows with gaps */
+       LAYER_I64 = 32,
+       LAYER_GRAD_TURNED = 64, /* gradients in the other orientation than the weights */
+       LAYER_WIDE_BIAS = 128,
+       LAYER_GRAD_LIST =
+           256 /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
 };
 
 typedef struct check_layer {

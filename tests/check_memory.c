@@ -11,7 +11,7 @@ enum { POISON = 0xff };
 
 typedef struct block {
     struct block *next;
-    void *map;        /* NULL: the block itself is the memory */
+    void *map; /* NULL: the block itself is the memory */
     size_t map_bytes;
     unsigned char *open; /* the pages that may be touched */
     size_t open_bytes;
@@ -39,8 +39,10 @@ void *check_alloc(size_t bytes) { return new_block(bytes)->data; }
 
 void *check_guarded(size_t bytes, size_t align)
 {
-    /* qemu 7.2 loads 16 bytes for the memory operand of a scalar FMA where a CPU loads 4: under it memory ends before the page. */
-    const size_t page = (size_t)sysconf(_SC_PAGESIZE), room = check_loose ? 64 : 0, open = fmoe_align_up(bytes + room ? bytes + room : 1, page);
+    /* qemu 7.2 loads 16 bytes for the memory operand of a scalar FMA where a CPU loads 4: under it memory ends before
+     * the page. */
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE), room = check_loose ? 64 : 0,
+                 open = fmoe_align_up(bytes + room ? bytes + room : 1, page);
     block *b = new_block(0);
     b->map_bytes = open + 2 * page;
     b->map = mmap(NULL, b->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -225,7 +227,8 @@ void check_gaps(const char *what, const fmoe_tensor *t)
     const size_t size = fmoe_dtype_size(fmoe_tensor_dtype(t));
     unsigned char *mine = calloc(1, b->open_bytes);
     if (!mine) abort();
-    for (int64_t i = 0, n = check_count(t); i < n; i++) memset(mine + ((unsigned char *)element(t, i) - b->open), 1, size);
+    for (int64_t i = 0, n = check_count(t); i < n; i++)
+        memset(mine + ((unsigned char *)element(t, i) - b->open), 1, size);
     for (size_t i = 0; i < b->open_bytes; i++)
         if (!mine[i] && b->open[i] != POISON) {
             check_fail("%s: byte %td from its first element was written", what, b->open + i - data);
@@ -260,7 +263,8 @@ double check_rel_l2(const fmoe_tensor *got, const fmoe_tensor *want)
     return error == 0 ? 0 : sqrt(error / norm);
 }
 
-/* Uniform, all to one expert, to one half of the experts, duplicates inside a token, skip marks where the plan has them. */
+/* Uniform, all to one expert, to one half of the experts, duplicates inside a token, skip marks where the plan has
+ * them. */
 fmoe_tensor *check_ids(fmoe_tensor *t, int64_t E, uint32_t flags)
 {
     const int64_t n = check_count(t), kind = check_below(4), one = check_below(E), half = (E + 1) / 2;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * check_ops.c - route, permute, unpermute and activation through the public API, against an f64 plan (the reference). */
+ * check_ops.c - route, permute, unpermute and activation through the public API, against an f64 plan (the reference).
+ */
 #include "check.h"
 
 static int draw_dtype(void) { return (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16); }
@@ -24,7 +25,10 @@ static fmoe_plan reference(const fmoe_desc *d)
     return check_plan(&f64);
 }
 
-static fmoe_tensor *f64_rows(int64_t rows, int64_t cols) { return check_tensor(FMOE_F64, CHECK_SHAPE(rows, cols), NULL); }
+static fmoe_tensor *f64_rows(int64_t rows, int64_t cols)
+{
+    return check_tensor(FMOE_F64, CHECK_SHAPE(rows, cols), NULL);
+}
 
 static fmoe_tensor *magnitudes(const fmoe_tensor *t)
 {
@@ -33,7 +37,8 @@ static fmoe_tensor *magnitudes(const fmoe_tensor *t)
     return m;
 }
 
-static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude, double c)
+static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
+                    double c)
 {
     const int dtype = fmoe_tensor_dtype(got);
     for (int64_t i = 0; i < check_count(want) && !check_failed(); i++) {
@@ -100,7 +105,8 @@ static void check_distinct(const fmoe_tensor *ids, int64_t E)
         for (int64_t j = 0; j < k; j++) {
             const int64_t e = (int64_t)check_get(ids, t * k + j);
             if (e < 0 || e >= E || seen[e]++) {
-                check_fail("ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ": out of range or twice, E=%" PRId64, t, j, e, E);
+                check_fail("ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ": out of range or twice, E=%" PRId64, t, j, e,
+                           E);
                 return;
             }
         }
@@ -114,14 +120,15 @@ static void draw_route(int64_t index)
     const int64_t T = draw_T(index), E = d.E, k = d.k;
     const bool bad = check_below(2), biased = check_below(2), replay = check_below(3) == 0;
     if (replay) d.flags = (uint32_t)CHECK_PICK(0, FMOE_SKIP_NEG1, FMOE_SKIP_E);
-    check_note("T=%" PRId64 " E=%" PRId64 " k=%" PRId64 " dtype=%d score=%d renorm=%d groups=%d/%d bad=%d replay=%d", T, E, k, d.dtype,
-               d.route.score, d.route.renormalize, d.route.topk_groups, d.route.groups, bad, replay);
+    check_note("T=%" PRId64 " E=%" PRId64 " k=%" PRId64 " dtype=%d score=%d renorm=%d groups=%d/%d bad=%d replay=%d", T,
+               E, k, d.dtype, d.route.score, d.route.renormalize, d.route.topk_groups, d.route.groups, bad, replay);
     fmoe_tensor *logits = check_rows(plan_or_f32(d.dtype), T, E, check_below(3));
     draw_logits(logits, bad);
     fmoe_tensor *bias = biased ? check_fill(check_tensor(FMOE_F32, CHECK_SHAPE(E), NULL), 1) : NULL;
     fmoe_tensor *ids = check_tensor(draw_int(), CHECK_SHAPE(T, k), NULL);
     fmoe_tensor *weights = check_tensor(plan_or_f32(d.dtype), CHECK_SHAPE(T, k), NULL);
-    fmoe_tensor *bad_rows = check_tensor(CHECK_I64, CHECK_SHAPE(1), NULL), *bad_want = check_tensor(CHECK_I64, CHECK_SHAPE(1), NULL);
+    fmoe_tensor *bad_rows = check_tensor(CHECK_I64, CHECK_SHAPE(1), NULL),
+                *bad_want = check_tensor(CHECK_I64, CHECK_SHAPE(1), NULL);
     fmoe_tensor *ids_want = check_tensor(CHECK_I64, CHECK_SHAPE(T, k), NULL), *weights_want = f64_rows(T, k);
     if (replay) {
         check_ids(ids, E, d.flags);
@@ -129,10 +136,14 @@ static void draw_route(int64_t index)
     }
     const uint32_t flags = replay ? FMOE_REPLAY : 0;
     const fmoe_plan plan = check_plan(&d), ref = reference(&d);
-    fmoe_route_args a = {.size = sizeof a, .logits = logits, .select_bias = bias, .ids = ids, .weights = weights,
-                         .bad_rows = bad_rows};
-    fmoe_route_args r = {.size = sizeof r, .logits = check_f64(logits), .select_bias = check_f64(bias), .ids = ids_want,
-                         .weights = weights_want, .bad_rows = bad_want};
+    fmoe_route_args a = {
+        .size = sizeof a, .logits = logits, .select_bias = bias, .ids = ids, .weights = weights, .bad_rows = bad_rows};
+    fmoe_route_args r = {.size = sizeof r,
+                         .logits = check_f64(logits),
+                         .select_bias = check_f64(bias),
+                         .ids = ids_want,
+                         .weights = weights_want,
+                         .bad_rows = bad_want};
     fmoe_run run = check_run(plan, FMOE_FORWARD, T, flags), run_ref = check_run(ref, FMOE_FORWARD, T, flags);
     CHECK_OK(fmoe_route_forward(plan, &a, &run));
     CHECK_OK(fmoe_route_forward(ref, &r, &run_ref));
@@ -165,15 +176,19 @@ static void draw_permute(int64_t index)
     d.k = CHECK_PICK(1, 2, 3, 8);
     d.flags = (uint32_t)CHECK_PICK(0, FMOE_SKIP_NEG1, FMOE_SKIP_E, FMOE_SKIP_NEG1 | FMOE_SKIP_E);
     const int64_t T = draw_T(index), R = T * d.k + (T ? check_below(3) : 0), H = d.H, k = d.k;
-    check_note("T=%" PRId64 " H=%" PRId64 " E=%" PRId64 " k=%" PRId64 " R=%" PRId64 " dtype=%d flags=%u", T, H, d.E, k, R, d.dtype, d.flags);
+    check_note("T=%" PRId64 " H=%" PRId64 " E=%" PRId64 " k=%" PRId64 " R=%" PRId64 " dtype=%d flags=%u", T, H, d.E, k,
+               R, d.dtype, d.flags);
     const fmoe_plan plan = check_plan(&d), ref = reference(&d);
-    fmoe_tensor *x = check_fill(check_rows(d.dtype, T, H, check_below(3)), 1), *xp = check_rows(d.dtype, R, H, check_below(3));
+    fmoe_tensor *x = check_fill(check_rows(d.dtype, T, H, check_below(3)), 1),
+                *xp = check_rows(d.dtype, R, H, check_below(3));
     fmoe_tensor *ids = check_ids(check_tensor(draw_int(), CHECK_SHAPE(T, k), NULL), d.E, d.flags);
-    fmoe_tensor *map = check_tensor(draw_int(), CHECK_SHAPE(T * k), NULL), *map_want = check_tensor(CHECK_I64, CHECK_SHAPE(T * k), NULL);
+    fmoe_tensor *map = check_tensor(draw_int(), CHECK_SHAPE(T * k), NULL),
+                *map_want = check_tensor(CHECK_I64, CHECK_SHAPE(T * k), NULL);
     fmoe_tensor *counts = check_below(2) ? check_tensor(draw_int(), CHECK_SHAPE(d.E), NULL) : NULL;
     fmoe_tensor *counts_want = check_tensor(CHECK_I64, CHECK_SHAPE(d.E), NULL), *xp_want = f64_rows(R, H);
     fmoe_permute_args a = {.size = sizeof a, .x = x, .ids = ids, .xp = xp, .map = map, .counts = counts};
-    fmoe_permute_args r = {.size = sizeof r, .x = check_f64(x), .ids = ids, .xp = xp_want, .map = map_want, .counts = counts_want};
+    fmoe_permute_args r = {
+        .size = sizeof r, .x = check_f64(x), .ids = ids, .xp = xp_want, .map = map_want, .counts = counts_want};
     fmoe_run run = check_run(plan, FMOE_FORWARD, T, 0), run_ref = check_run(ref, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_permute_forward(plan, &a, &run));
     CHECK_OK(fmoe_permute_forward(ref, &r, &run_ref));
@@ -205,7 +220,10 @@ static fmoe_tensor *draw_map(const fmoe_desc *d, int64_t T)
     const fmoe_plan plan = reference(d);
     fmoe_tensor *ids = check_ids(check_tensor(CHECK_I32, CHECK_SHAPE(T, d->k), NULL), d->E, d->flags);
     fmoe_tensor *map = check_tensor(draw_int(), CHECK_SHAPE(T * d->k), NULL);
-    const fmoe_permute_args a = {.size = sizeof a, .x = check_fill(f64_rows(T, d->H), 1), .ids = ids, .xp = f64_rows(T * d->k, d->H),
+    const fmoe_permute_args a = {.size = sizeof a,
+                                 .x = check_fill(f64_rows(T, d->H), 1),
+                                 .ids = ids,
+                                 .xp = f64_rows(T * d->k, d->H),
                                  .map = map};
     const fmoe_run run = check_run(plan, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_permute_forward(plan, &a, &run));
@@ -221,13 +239,17 @@ static void draw_unpermute(int64_t index)
     d.flags = (uint32_t)CHECK_PICK(0, FMOE_SKIP_NEG1, FMOE_SKIP_E);
     const int64_t T = draw_T(index), R = T * d.k + (T ? check_below(3) : 0), H = d.H, k = d.k;
     const bool weighted = check_below(2);
-    check_note("T=%" PRId64 " H=%" PRId64 " E=%" PRId64 " k=%" PRId64 " R=%" PRId64 " dtype=%d weighted=%d", T, H, d.E, k, R, d.dtype, weighted);
+    check_note("T=%" PRId64 " H=%" PRId64 " E=%" PRId64 " k=%" PRId64 " R=%" PRId64 " dtype=%d weighted=%d", T, H, d.E,
+               k, R, d.dtype, weighted);
     const fmoe_plan plan = check_plan(&d), ref = reference(&d);
     fmoe_tensor *map = draw_map(&d, T), *y = check_fill(check_rows(d.dtype, R, H, check_below(3)), 1);
     fmoe_tensor *p = weighted ? check_fill(check_tensor(plan_or_f32(d.dtype), CHECK_SHAPE(T, k), NULL), 1) : NULL;
-    fmoe_unpermute_args a = {.size = sizeof a, .y = y, .map = map, .weights = p, .out = check_rows(d.dtype, T, H, check_below(3))};
-    fmoe_unpermute_args r = {.size = sizeof r, .y = check_f64(y), .map = map, .weights = check_f64(p), .out = f64_rows(T, H)};
-    fmoe_unpermute_args m = {.size = sizeof m, .y = magnitudes(y), .map = map, .weights = magnitudes(p), .out = f64_rows(T, H)};
+    fmoe_unpermute_args a = {
+        .size = sizeof a, .y = y, .map = map, .weights = p, .out = check_rows(d.dtype, T, H, check_below(3))};
+    fmoe_unpermute_args r = {
+        .size = sizeof r, .y = check_f64(y), .map = map, .weights = check_f64(p), .out = f64_rows(T, H)};
+    fmoe_unpermute_args m = {
+        .size = sizeof m, .y = magnitudes(y), .map = map, .weights = magnitudes(p), .out = f64_rows(T, H)};
     fmoe_run run = check_run(plan, FMOE_FORWARD, T, 0), run_ref = check_run(ref, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_unpermute_forward(plan, &a, &run));
     CHECK_OK(fmoe_unpermute_forward(ref, &r, &run_ref));

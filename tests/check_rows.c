@@ -41,7 +41,7 @@ static uint16_t nearest(bool bf16, float x)
 {
     const int inf = bf16 ? 0x7f80 : 0x7c00, sign = signbit(x) ? 0x8000 : 0;
     const double a = fabs((double)x), ulp = bf16 ? 0x1p120 : 0x1p5; /* of the largest numbers */
-    int lo = 0, hi = inf; /* positive values grow with their bits */
+    int lo = 0, hi = inf;                                           /* positive values grow with their bits */
     while (lo + 1 < hi) {
         const int mid = (lo + hi) / 2;
         if (value16(bf16, mid) <= a) lo = mid;
@@ -58,7 +58,7 @@ static float awkward(bool bf16)
 {
     switch (check_below(6)) {
     case 0: return fmoe_bits_to_float((uint32_t)check_random()); /* anything, NaN too */
-    case 1: { /* halfway between two, and its neighbours */
+    case 1: {                                                    /* halfway between two, and its neighbours */
         const int bits = (int)check_below(bf16 ? 0x7f7f : 0x7bff);
         const double half = 0.5 * (value16(bf16, bits) + value16(bf16, bits + 1));
         const float f = (float)half;
@@ -170,7 +170,8 @@ static act_draw draw_act(int64_t index)
 
 static check_act_value value_at(const act_draw *d, int64_t i)
 {
-    return check_act(d->act.act, (double)d->act.alpha, (double)d->act.limit, d->gated ? (double)d->g[i] : 0, (double)d->u[i]);
+    return check_act(d->act.act, (double)d->act.alpha, (double)d->act.limit, d->gated ? (double)d->g[i] : 0,
+                     (double)d->u[i]);
 }
 
 static double bound_at(const act_draw *d, int64_t i, int which)
@@ -184,8 +185,7 @@ void check_act_forward(const check_kernel *k, int64_t index)
     const act_draw d = draw_act(index);
     float *a = floats(d.n);
     forward(&d.act, d.g, d.u, a, d.n);
-    for (int64_t i = 0; i < d.n; i++)
-        check_near("a", i, (double)a[i], value_at(&d, i).a, bound_at(&d, i, 0));
+    for (int64_t i = 0; i < d.n; i++) check_near("a", i, (double)a[i], value_at(&d, i).a, bound_at(&d, i, 0));
     if (d.n == 0) return; /* NaN in, NaN out */
     float *x = d.gated && check_below(2) ? d.g : d.u;
     x[d.n - 1] = NAN;
@@ -257,7 +257,8 @@ void check_dot(const check_kernel *k, int64_t index)
         magnitude += fabs((double)x[i] * (double)y[i]);
     }
     const float got = dot(x, y, n);
-    check_near("dot", 0, (double)got, sum, (check_c(n / 16) + 4) * U32 * magnitude); /* 16 partial sums, then a tree of 4 */
+    check_near("dot", 0, (double)got, sum,
+               (check_c(n / 16) + 4) * U32 * magnitude); /* 16 partial sums, then a tree of 4 */
 }
 
 void bench_sum(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)

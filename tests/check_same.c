@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * check_same.c - what must give the same bits: runs, numbers of threads, the caller's own threads, saved or recomputed state, and
- * tokens in another order, in two batches, or alone. */
+ * check_same.c - what must give the same bits: runs, numbers of threads, the caller's own threads, saved or recomputed
+ * state, and tokens in another order, in two batches, or alone. */
 #include <pthread.h>
 
 #include "check_layer.h"
@@ -22,14 +22,16 @@ static fmoe_desc draw_desc(void)
 
 static void describe(const check_layer *l)
 {
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " dtype=%d act=%d flags=%u layout=%d", l->T, l->d.H, l->d.I,
-               l->d.E, l->d.k, l->d.dtype, l->d.act, l->d.flags, l->layout);
+    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
+               " dtype=%d act=%d flags=%u layout=%d",
+               l->T, l->d.H, l->d.I, l->d.E, l->d.k, l->d.dtype, l->d.act, l->d.flags, l->layout);
 }
 
 static check_layer draw_layer(void)
 {
     const fmoe_desc d = draw_desc();
-    check_layer l = layer_make(&d, check_quick ? CHECK_PICK(1, 7, 20) : CHECK_PICK(1, 2, 7, 40, 70, 130), (int)check_below(256));
+    check_layer l =
+        layer_make(&d, check_quick ? CHECK_PICK(1, 7, 20) : CHECK_PICK(1, 2, 7, 40, 70, 130), (int)check_below(256));
     describe(&l);
     return l;
 }
@@ -219,14 +221,12 @@ static void draw_scale(int64_t index)
     for (int o = 0; o < LAYER_OUTPUTS; o++)
         for (int64_t i = 0; a[o] && i < check_count(a[o]) && !check_failed(); i++)
             if (check_get(b[o], i) != (o == 2 ? 1 : 4) * check_get(a[o], i))
-                check_fail("%s[%" PRId64 "]: 4 p gives %.9g, p gave %.9g", layer_output_names[o], i, check_get(b[o], i), check_get(a[o], i));
+                check_fail("%s[%" PRId64 "]: 4 p gives %.9g, p gave %.9g", layer_output_names[o], i, check_get(b[o], i),
+                           check_get(a[o], i));
 }
 
 const check_case check_same_cases[] = {
-    {"same_threads", draw_threads, 8, 2, 0},
-    {"same_recompute", draw_recompute, 8, 1, 0},
-    {"same_tokens", draw_tokens, 12, 2, 0},
-    {"same_beside_nan", draw_nan, 6, 1, 0},
-    {"same_scaled", draw_scale, 6, 1, 0},
-    {NULL, NULL, 0, 0, 0},
+    {"same_threads", draw_threads, 8, 2, 0}, {"same_recompute", draw_recompute, 8, 1, 0},
+    {"same_tokens", draw_tokens, 12, 2, 0},  {"same_beside_nan", draw_nan, 6, 1, 0},
+    {"same_scaled", draw_scale, 6, 1, 0},    {NULL, NULL, 0, 0, 0},
 };

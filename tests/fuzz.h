@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * fuzz.h - what the fuzz targets share. Under clang -fsanitize=fuzzer the library's main calls LLVMFuzzerTestOneInput; otherwise
- * (FMOE_FUZZ_REPLAY) the main below feeds it every file of the folders it is given, and some inputs made from a seed, so that gcc
- * runs the same code. A finding is an abort with a sentence. */
+ * fuzz.h - what the fuzz targets share. Under clang -fsanitize=fuzzer the library's main calls LLVMFuzzerTestOneInput;
+ * otherwise (FMOE_FUZZ_REPLAY) the main below feeds it every file of the folders it is given, and some inputs made from
+ * a seed, so that gcc runs the same code. A finding is an abort with a sentence. */
 #ifndef FMOE_FUZZ_H
 #define FMOE_FUZZ_H
 
@@ -32,7 +32,10 @@ static inline uint64_t fuzz_bits(fuzz_input *in, int bytes)
     return v;
 }
 
-static inline int64_t fuzz_below(fuzz_input *in, int64_t n) { return n > 0 ? (int64_t)(fuzz_bits(in, 2) % (uint64_t)n) : 0; }
+static inline int64_t fuzz_below(fuzz_input *in, int64_t n)
+{
+    return n > 0 ? (int64_t)(fuzz_bits(in, 2) % (uint64_t)n) : 0;
+}
 
 /* Values from the input: mostly small, now and then anything (NaN, infinities, denormals). */
 static inline float fuzz_float(fuzz_input *in)
@@ -118,7 +121,8 @@ static inline fmoe_tensor *fuzz_f64(const fmoe_tensor *t)
 static inline fmoe_run fuzz_run(fmoe_plan plan, fmoe_pass pass, int64_t T, uint32_t flags)
 {
     fmoe_run run = FMOE_RUN_INIT;
-    if (fmoe_workspace_bytes(plan, pass, T, &run.workspace_bytes) != FMOE_OK) FUZZ_FAIL("workspace: %s", fmoe_last_error());
+    if (fmoe_workspace_bytes(plan, pass, T, &run.workspace_bytes) != FMOE_OK)
+        FUZZ_FAIL("workspace: %s", fmoe_last_error());
     run.workspace = fuzz_alloc(run.workspace_bytes);
     run.flags = flags;
     return run;
@@ -138,7 +142,8 @@ static int fuzz_replay_folder(const char *folder)
     }
     for (struct dirent *e; (e = readdir(d));) {
         char path[4096];
-        if (e->d_name[0] == '.' || (size_t)snprintf(path, sizeof path, "%s/%s", folder, e->d_name) >= sizeof path) continue;
+        if (e->d_name[0] == '.' || (size_t)snprintf(path, sizeof path, "%s/%s", folder, e->d_name) >= sizeof path)
+            continue;
         FILE *f = fopen(path, "rb");
         if (!f) continue;
         const size_t size = fread(data, 1, sizeof data, f);

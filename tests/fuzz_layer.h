@@ -24,7 +24,8 @@ static inline fuzz_layer fuzz_layer_draw(fuzz_input *in)
     l.d.op = FMOE_OP_EXPERTS;
     l.d.dtype = 1 + (int32_t)fuzz_below(in, 3);
     l.d.act = acts[fuzz_byte(in) % 12];
-    l.d.H = 1 + fuzz_below(in, 70), l.d.I = 1 + fuzz_below(in, 40), l.d.E = 1 + fuzz_below(in, 6), l.d.k = 1 + fuzz_below(in, 3);
+    l.d.H = 1 + fuzz_below(in, 70), l.d.I = 1 + fuzz_below(in, 40), l.d.E = 1 + fuzz_below(in, 6),
+    l.d.k = 1 + fuzz_below(in, 3);
     l.d.flags = fuzz_byte(in) & (FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E);
     l.d.threads = 1 + fuzz_byte(in) % 2;
     l.T = fuzz_below(in, 9);
@@ -61,7 +62,8 @@ static inline fuzz_results fuzz_layer_run(const fuzz_layer *l, bool reference, b
     if (fmoe_plan_create(&plan, &d) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());
     const int f = d.dtype;
 #define IN(t) (reference ? fuzz_f64(t) : (t))
-    fmoe_experts_args a = {.size = sizeof a, .x = IN(l->x), .ids = l->ids, .weights = IN(l->p), .w = {.w1 = IN(l->w1), .w2 = IN(l->w2)}};
+    fmoe_experts_args a = {
+        .size = sizeof a, .x = IN(l->x), .ids = l->ids, .weights = IN(l->p), .w = {.w1 = IN(l->w1), .w2 = IN(l->w2)}};
     if (d.flags & FMOE_BIAS) a.w.b1 = IN(l->b1), a.w.b2 = IN(l->b2);
     fuzz_results r = {.out = fuzz_tensor(f, 2, l->T, d.H, 1)};
     if (fmoe_saved_bytes(plan, l->T, &a.saved_bytes) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());
@@ -85,24 +87,27 @@ static inline fuzz_results fuzz_layer_run(const fuzz_layer *l, bool reference, b
     return r;
 }
 
-/* Within the layer's error of the double: relative to the largest element, in units of the dtype; check_layer.c has the exact bound.
- * A derivative that jumps (relu, clamps) may be off by all of itself in a few elements: not compared. */
-static inline void fuzz_compare(const fuzz_layer *l, const char *what, const fmoe_tensor *got, const fmoe_tensor *want, double scale)
+/* Within the layer's error of the double: relative to the largest element, in units of the dtype; check_layer.c has the
+ * exact bound. A derivative that jumps (relu, clamps) may be off by all of itself in a few elements: not compared. */
+static inline void fuzz_compare(const fuzz_layer *l, const char *what, const fmoe_tensor *got, const fmoe_tensor *want,
+                                double scale)
 {
     double most = 1e-3;
     for (int64_t i = 0; i < fuzz_count(want); i++) most = fmax(most, fabs(fuzz_get(want, i)));
     const double u = l->d.dtype == FMOE_F32 ? 0x1p-20 : l->d.dtype == FMOE_BF16 ? 0x1p-5 : 0x1p-8;
     for (int64_t i = 0; i < fuzz_count(want); i++)
         if (!(fabs(fuzz_get(got, i) - fuzz_get(want, i)) <= scale * u * most))
-            FUZZ_FAIL("%s[%" PRId64 "] is %g, reference %g (largest %g): H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " T=%" PRId64
-                      " dtype=%d act=%d flags=%u", what, i, fuzz_get(got, i), fuzz_get(want, i), most, l->d.H, l->d.I, l->d.E, l->d.k, l->T,
+            FUZZ_FAIL("%s[%" PRId64 "] is %g, reference %g (largest %g): H=%" PRId64 " I=%" PRId64 " E=%" PRId64
+                      " k=%" PRId64 " T=%" PRId64 " dtype=%d act=%d flags=%u",
+                      what, i, fuzz_get(got, i), fuzz_get(want, i), most, l->d.H, l->d.I, l->d.E, l->d.k, l->T,
                       l->d.dtype, l->d.act, l->d.flags);
 }
 
 static inline bool fuzz_smooth(const fuzz_layer *l)
 {
     const int a = l->d.act;
-    return a == FMOE_ACT_SWIGLU || a == FMOE_ACT_GEGLU || a == FMOE_ACT_GEGLU_TANH || (a >= FMOE_ACT_SILU && a <= FMOE_ACT_GELU_TANH);
+    return a == FMOE_ACT_SWIGLU || a == FMOE_ACT_GEGLU || a == FMOE_ACT_GEGLU_TANH ||
+           (a >= FMOE_ACT_SILU && a <= FMOE_ACT_GELU_TANH);
 }
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * fuzz_plan.c - any description, any tensor header: an answer that is documented, no crash, no output written on an error. */
+ * fuzz_plan.c - any description, any tensor header: an answer that is documented, no crash, no output written on an
+ * error. */
 #include "fuzz.h"
 
 static int64_t draw_size(fuzz_input *in)
@@ -46,7 +47,9 @@ static fmoe_tensor *draw_header(fuzz_input *in)
     /* At most 4 x 4 x 4, as the memory has, or absurd. */
     for (int i = 0; i < 3; i++) {
         t->shape[i] = fuzz_byte(in) % 5 % 4 + 1 - (fuzz_byte(in) > 250);
-        if (fuzz_byte(in) > 252) t->shape[i] = (int64_t)(fuzz_bits(in, 1) > 127 ? -(int64_t)fuzz_bits(in, 2) - 1 : INT64_MAX - (int64_t)fuzz_bits(in, 2));
+        if (fuzz_byte(in) > 252)
+            t->shape[i] = (int64_t)(fuzz_bits(in, 1) > 127 ? -(int64_t)fuzz_bits(in, 2) - 1
+                                                           : INT64_MAX - (int64_t)fuzz_bits(in, 2));
         strides[i] = i == 2 ? 1 : i == 1 ? 4 : 16;
         if (fuzz_byte(in) > 252) strides[i] = -(int64_t)fuzz_byte(in);
     }
@@ -84,7 +87,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     run.workspace = fuzz_alloc(run.workspace_bytes);
     run.flags = fuzz_byte(&in) > 200 ? fuzz_byte(&in) : 0;
     fmoe_status got[2] = {FMOE_OK, FMOE_OK};
-    const fmoe_weights w = {.w1 = t[3], .w2 = t[4], .b1 = d.flags & FMOE_BIAS ? t[5] : NULL, .b2 = d.flags & FMOE_BIAS ? t[6] : NULL};
+    const fmoe_weights w = {
+        .w1 = t[3], .w2 = t[4], .b1 = d.flags & FMOE_BIAS ? t[5] : NULL, .b2 = d.flags & FMOE_BIAS ? t[6] : NULL};
     switch (d.op) {
     case FMOE_OP_ROUTE: {
         const fmoe_route_args a = {sizeof a, t[0], t[1], t[2], t[3], t[4], t[5], t[6]};
@@ -95,7 +99,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         const fmoe_permute_args a = {sizeof a, t[0], t[1], t[2], t[3], t[4]};
         const fmoe_unpermute_args b = {sizeof b, t[0], t[1], t[2], t[3], t[4], t[5], t[6]};
         got[0] = fmoe_permute_forward(plan, &a, &run), got[1] = fmoe_permute_backward(plan, &a, &run);
-        if (fuzz_byte(&in) > 128) got[0] = fmoe_unpermute_forward(plan, &b, &run), got[1] = fmoe_unpermute_backward(plan, &b, &run);
+        if (fuzz_byte(&in) > 128)
+            got[0] = fmoe_unpermute_forward(plan, &b, &run), got[1] = fmoe_unpermute_backward(plan, &b, &run);
         break;
     }
     case FMOE_OP_GROUPED_MATMUL: {
@@ -109,18 +114,21 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         break;
     }
     case FMOE_OP_EXPERTS: {
-        const fmoe_experts_args a = {.size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = w, .out = t[7], .dout = t[8], .dx = t[9]};
+        const fmoe_experts_args a = {
+            .size = sizeof a, .x = t[0], .ids = t[1], .weights = t[2], .w = w, .out = t[7], .dout = t[8], .dx = t[9]};
         got[0] = fmoe_experts_forward(plan, &a, &run), got[1] = fmoe_experts_backward(plan, &a, &run);
         break;
     }
     default: break;
     }
     for (int i = 0; i < 2; i++)
-        if (got[i] < FMOE_OK || got[i] > FMOE_ERR_UNSUPPORTED || (got[i] && !*fmoe_last_error())) FUZZ_FAIL("run status %d", got[i]);
+        if (got[i] < FMOE_OK || got[i] > FMOE_ERR_UNSUPPORTED || (got[i] && !*fmoe_last_error()))
+            FUZZ_FAIL("run status %d", got[i]);
     if (got[0] != FMOE_OK && got[1] != FMOE_OK) /* nothing was written, wherever an output might have been */
         for (int i = 0; i < 12; i++)
             for (size_t b = 0; t[i] && t[i]->data && b < 64; b++)
-                if (((const uint8_t *)t[i]->data)[b] != 0xa5) FUZZ_FAIL("tensor %d was written by a call that failed", i);
+                if (((const uint8_t *)t[i]->data)[b] != 0xa5)
+                    FUZZ_FAIL("tensor %d was written by a call that failed", i);
     fmoe_plan_destroy(&plan);
     fuzz_done();
     return 0;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * ref_op.h - calling the reference through the backend's table, with nothing of the core between, and its gradients
- * against central finite differences. Used by test_ref.c and test_ref_route.c. */
+ * against central finite differences. Used by test_ref.c,
+ * test_ref_experts.c and test_ref_route.c. */
 #ifndef FMOE_REF_OP_H
 #define FMOE_REF_OP_H
 
@@ -10,6 +11,14 @@
 #include "backend.h"
 
 static const double NaN = NAN, Inf = INFINITY;
+
+__attribute__((unused)) static const int all_acts[] = {FMOE_ACT_SWIGLU, FMOE_ACT_GEGLU, FMOE_ACT_GEGLU_TANH, FMOE_ACT_REGLU,
+                               FMOE_ACT_SWIGLU_CLAMP, FMOE_ACT_SWIGLU_OAI, FMOE_ACT_SWIGLU_CLAMP_OUT, FMOE_ACT_SILU,
+                               FMOE_ACT_GELU,
+                               FMOE_ACT_GELU_TANH, FMOE_ACT_RELU, FMOE_ACT_RELU2};
+enum { ACTS = sizeof all_acts / sizeof *all_acts };
+
+#define CHECK_NEAR(a, b) CHECK(fabs((a) - (b)) <= 1e-9)
 
 /* ---- A plan by hand, and calls on it ----------------------------------------------------------------------------- */
 

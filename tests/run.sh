@@ -8,7 +8,7 @@
 # every skip is listed with its reason.
 #
 #   tests/run.sh [suite ...]     only the suites whose name contains one of the words
-#   FMOE_TEST_BUILD=dir          where to build (default build/; sanitizers in dir/asan, dir/tsan, dir/fuzz)
+#   FMOE_TEST_BUILD=dir          where to build (default build/; variants in dir/asan, dir/tsan, dir/fuzz)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 build=${FMOE_TEST_BUILD:-build}
@@ -69,7 +69,9 @@ suite() { # name command ...
     elif [ "$f" -gt 0 ]; then
         grep -E -B8 '^FAILED' "$log" | head -60
     fi
-    [ "$s" -gt 0 ] && while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP' "$log" | grep -v '^--$' | paste -sd' \n' | head -20)
+    if [ "$s" -gt 0 ]; then # the reason stands before the line that says SKIP, or in it
+        while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*)$' | head -20)
+    fi
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
 }
 

@@ -7,7 +7,11 @@ case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
 replays() { # folder: every fuzz target on its corpus, one line of counts
     local target line total=0
     for target in plan route forward backward; do
-        line=$("$1/fuzz_$target" "$corpus/$target") || { echo "fuzz_$target failed on its corpus"; echo "$total passed, 1 failed, 0 skipped"; return 1; }
+        line=$("$1/fuzz_$target" "$corpus/$target") || {
+            echo "fuzz_$target failed on its corpus"
+            echo "$total passed, 1 failed, 0 skipped"
+            return 1
+        }
         echo "fuzz_$target: $line"
         total=$((total + ${line%% *}))
     done
@@ -16,8 +20,8 @@ replays() { # folder: every fuzz target on its corpus, one line of counts
 
 fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are left in the log folder
     mkdir -p "$log_folder/fuzz_$2"
-    "$1/fuzz_$2" -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 -artifact_prefix="$log_folder/fuzz_$2." \
-        "$log_folder/fuzz_$2" "$corpus/$2" || { echo "0 passed, 1 failed, 0 skipped"; return 1; }
+    "$1/fuzz_$2" -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
+        -artifact_prefix="$log_folder/fuzz_$2." "$log_folder/fuzz_$2" "$corpus/$2" || { echo "0 passed, 1 failed, 0 skipped"; return 1; }
     echo "1 passed, 0 failed, 0 skipped"
 }
 
@@ -25,6 +29,7 @@ fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are le
 if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     bin=$build/tests
     suite ref "$bin/test_ref"
+    suite ref-experts "$bin/test_ref_experts"
     suite ref-route "$bin/test_ref_route"
     suite api "$bin/test_api"
     suite values "$bin/test_values"
@@ -35,11 +40,12 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     suite example tests/falls.sh "$bin/train_layer"
     suite check "$build/fusedmoe" check --seconds 30
     for level in c avx2 avx512; do
-        suite "check-max-$level" env FMOE_MAX_ISA=$level "$build/fusedmoe" check --seconds 2
+        suite "check-max-$level" env FMOE_MAX_ISA=$level "$build/fusedmoe" check --seconds 2 --quick
     done
     if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then
         # CPUs without AVX-512, and without AVX: no illegal instruction, and the right numbers.
-        suite qemu-haswell "$qemu" -cpu Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm "$build/fusedmoe" check --seconds 1 --quick --loose
+        haswell=Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm # less what the emulator lacks, and says so for each thread
+        suite qemu-haswell "$qemu" -cpu $haswell "$build/fusedmoe" check --seconds 1 --quick --loose
         suite qemu-nehalem "$qemu" -cpu Nehalem "$build/fusedmoe" check --seconds 1 --quick
     else
         skip qemu "qemu-x86_64 is not installed (Debian: qemu-user-static)"
@@ -47,15 +53,16 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
 fi
 
 # ---- sanitizers ----
-if make_variant asan "$build/asan" fmoe_c_tests -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_SANITIZE=address,undefined -DFMOE_CUDA=OFF; then
+sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
+if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined; then
     bin=$build/asan/tests
-    for name in ref ref_route api values alloc threads; do
+    for name in ref ref_experts ref_route api values alloc threads; do
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick
     suite asan-replay replays "$bin"
 fi
-if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_SANITIZE=thread -DFMOE_CUDA=OFF; then
+if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
     suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seconds 4 --quick -f /
 fi
@@ -63,7 +70,7 @@ fi
 # ---- fuzzing ----
 if command -v clang >/dev/null; then
     if make_variant fuzz "$build/fuzz" "fuzz_plan fuzz_route fuzz_forward fuzz_backward" -DCMAKE_C_COMPILER=clang \
-        -DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_SANITIZE=fuzzer-no-link,address,undefined -DFMOE_CUDA=OFF; then
+        "${sanitized[@]}" -DFMOE_SANITIZE=fuzzer-no-link,address,undefined; then
         for target in plan route forward backward; do
             suite "fuzz-$target" fuzz_for "$build/fuzz/tests" $target 10
         done

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_abi.c - what the library shows: its symbols, its needs, its structs, its header, and who includes whom. Symbols and structs
- * are kept in tests/golden; after a wanted change, FMOE_WRITE_GOLDEN=1 test_abi writes them anew and the diff is reviewed. */
+ * test_abi.c - what the library shows: its symbols, its needs, its structs, its header, and who includes whom. Symbols
+ * and structs are kept in tests/golden; after a wanted change, FMOE_WRITE_GOLDEN=1 test_abi writes them anew and the
+ * diff is reviewed. */
 #include <dirent.h>
 #include <stdarg.h>
 #include <sys/stat.h>
@@ -51,7 +52,9 @@ static void compare_golden(const char *name, const char *now)
 TEST(exported_symbols)
 {
     static char text[32768];
-    CHECK_EQ(output_of(text, sizeof text, "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | LC_ALL=C sort", FMOE_SO), 0);
+    CHECK_EQ(output_of(text, sizeof text,
+                       "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | LC_ALL=C sort", FMOE_SO),
+             0);
     compare_golden("symbols.txt", text);
     char *save, *copy = strcpy(test_alloc(strlen(text) + 1), text);
     for (char *line = strtok_r(copy, "\n", &save); line; line = strtok_r(NULL, "\n", &save))
@@ -62,9 +65,15 @@ TEST(exported_symbols)
 TEST(header_and_symbols_agree)
 {
     static char declared[32768], exported[32768];
-    CHECK_EQ(output_of(declared, sizeof declared, "grep -o 'FMOE_API [a-z].*' '%s/include/fusedmoe.h' | grep -o 'fmoe_[a-z0-9_]*(' | tr -d '(' | LC_ALL=C sort -u",
-                       FMOE_SOURCE), 0);
-    CHECK_EQ(output_of(exported, sizeof exported, "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | grep ^fmoe_ | LC_ALL=C sort -u", FMOE_SO), 0);
+    CHECK_EQ(output_of(declared, sizeof declared,
+                       "grep -o 'FMOE_API [a-z].*' '%s/include/fusedmoe.h' | grep -o 'fmoe_[a-z0-9_]*(' | tr -d '(' | "
+                       "LC_ALL=C sort -u",
+                       FMOE_SOURCE),
+             0);
+    CHECK_EQ(output_of(exported, sizeof exported,
+                       "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | grep ^fmoe_ | LC_ALL=C sort -u",
+                       FMOE_SO),
+             0);
     if (strcmp(declared, exported)) TEST_FAIL("header:\n%slibrary:\n%s", declared, exported);
 }
 
@@ -75,8 +84,8 @@ TEST(needs_only_libc_and_libm)
     char *save;
     int n = 0;
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save), n++) {
-        const int known = !strcmp(line, "libc.so.6") || !strcmp(line, "libm.so.6") || !strncmp(line, "ld-linux", 8) || !strcmp(line, "libpthread.so.0") ||
-                          !strcmp(line, "libdl.so.2");
+        const int known = !strcmp(line, "libc.so.6") || !strcmp(line, "libm.so.6") || !strncmp(line, "ld-linux", 8) ||
+                          !strcmp(line, "libpthread.so.0") || !strcmp(line, "libdl.so.2");
         if (!known) TEST_FAIL("the library needs %s", line);
     }
     CHECK(n > 0);
@@ -105,63 +114,73 @@ typedef struct field {
 static size_t print_struct(char *text, size_t n, const char *name, size_t size, const field *f, size_t fields)
 {
     size_t used = (size_t)snprintf(text, n, "%s %zu\n", name, size);
-    for (size_t i = 0; i < fields; i++) used += (size_t)snprintf(text + used, n - used, "  %s %zu %zu\n", f[i].name, f[i].offset, f[i].size);
+    for (size_t i = 0; i < fields; i++)
+        used += (size_t)snprintf(text + used, n - used, "  %s %zu %zu\n", f[i].name, f[i].offset, f[i].size);
     return used;
 }
 
-#define F(s, m) {#m, offsetof(s, m), sizeof(((s *)0)->m)}
-#define STRUCT(s, ...)                                                                                       \
-    do {                                                                                                     \
-        const field f_[] = {__VA_ARGS__};                                                                    \
-        used += print_struct(text + used, sizeof text - used, #s, sizeof(s), f_, sizeof f_ / sizeof *f_);    \
+#define F(s, m)                                                                                                        \
+    {                                                                                                                  \
+#m, offsetof(s, m), sizeof(((s *)0)->m)                                                                        \
+    }
+#define STRUCT(s, ...)                                                                                                 \
+    do {                                                                                                               \
+        const field f_[] = {__VA_ARGS__};                                                                              \
+        used += print_struct(text + used, sizeof text - used, #s, sizeof(s), f_, sizeof f_ / sizeof *f_);              \
     } while (0)
 
 TEST(struct_layouts)
 {
     static char text[16384];
     size_t used = 0;
-    STRUCT(fmoe_tensor, F(fmoe_tensor, data), F(fmoe_tensor, device), F(fmoe_tensor, ndim), F(fmoe_tensor, dtype), F(fmoe_tensor, shape),
-           F(fmoe_tensor, strides), F(fmoe_tensor, byte_offset));
+    STRUCT(fmoe_tensor, F(fmoe_tensor, data), F(fmoe_tensor, device), F(fmoe_tensor, ndim), F(fmoe_tensor, dtype),
+           F(fmoe_tensor, shape), F(fmoe_tensor, strides), F(fmoe_tensor, byte_offset));
     STRUCT(fmoe_device, F(fmoe_device, type), F(fmoe_device, id));
     STRUCT(fmoe_datatype, F(fmoe_datatype, code), F(fmoe_datatype, bits), F(fmoe_datatype, lanes));
-    STRUCT(fmoe_route_rule, F(fmoe_route_rule, score), F(fmoe_route_rule, renormalize), F(fmoe_route_rule, group_score), F(fmoe_route_rule, groups),
-           F(fmoe_route_rule, topk_groups), F(fmoe_route_rule, excluded_zero), F(fmoe_route_rule, eps), F(fmoe_route_rule, scale));
-    STRUCT(fmoe_desc, F(fmoe_desc, size), F(fmoe_desc, op), F(fmoe_desc, dtype), F(fmoe_desc, device), F(fmoe_desc, H), F(fmoe_desc, I),
-           F(fmoe_desc, E), F(fmoe_desc, k), F(fmoe_desc, K), F(fmoe_desc, N), F(fmoe_desc, shared_I), F(fmoe_desc, act), F(fmoe_desc, flags),
-           F(fmoe_desc, act_alpha), F(fmoe_desc, act_limit), F(fmoe_desc, route), F(fmoe_desc, threads), F(fmoe_desc, parallel),
-           F(fmoe_desc, parallel_ctx));
-    STRUCT(fmoe_run, F(fmoe_run, size), F(fmoe_run, workspace), F(fmoe_run, workspace_bytes), F(fmoe_run, stream), F(fmoe_run, flags));
-    STRUCT(fmoe_route_args, F(fmoe_route_args, size), F(fmoe_route_args, logits), F(fmoe_route_args, select_bias), F(fmoe_route_args, ids),
-           F(fmoe_route_args, weights), F(fmoe_route_args, bad_rows), F(fmoe_route_args, dweights), F(fmoe_route_args, dlogits));
-    STRUCT(fmoe_permute_args, F(fmoe_permute_args, size), F(fmoe_permute_args, x), F(fmoe_permute_args, ids), F(fmoe_permute_args, xp),
-           F(fmoe_permute_args, map), F(fmoe_permute_args, counts));
+    STRUCT(fmoe_route_rule, F(fmoe_route_rule, score), F(fmoe_route_rule, renormalize), F(fmoe_route_rule, group_score),
+           F(fmoe_route_rule, groups), F(fmoe_route_rule, topk_groups), F(fmoe_route_rule, excluded_zero),
+           F(fmoe_route_rule, eps), F(fmoe_route_rule, scale));
+    STRUCT(fmoe_desc, F(fmoe_desc, size), F(fmoe_desc, op), F(fmoe_desc, dtype), F(fmoe_desc, device), F(fmoe_desc, H),
+           F(fmoe_desc, I), F(fmoe_desc, E), F(fmoe_desc, k), F(fmoe_desc, K), F(fmoe_desc, N), F(fmoe_desc, shared_I),
+           F(fmoe_desc, act), F(fmoe_desc, flags), F(fmoe_desc, act_alpha), F(fmoe_desc, act_limit),
+           F(fmoe_desc, route), F(fmoe_desc, threads), F(fmoe_desc, parallel), F(fmoe_desc, parallel_ctx));
+    STRUCT(fmoe_run, F(fmoe_run, size), F(fmoe_run, workspace), F(fmoe_run, workspace_bytes), F(fmoe_run, stream),
+           F(fmoe_run, flags));
+    STRUCT(fmoe_route_args, F(fmoe_route_args, size), F(fmoe_route_args, logits), F(fmoe_route_args, select_bias),
+           F(fmoe_route_args, ids), F(fmoe_route_args, weights), F(fmoe_route_args, bad_rows),
+           F(fmoe_route_args, dweights), F(fmoe_route_args, dlogits));
+    STRUCT(fmoe_permute_args, F(fmoe_permute_args, size), F(fmoe_permute_args, x), F(fmoe_permute_args, ids),
+           F(fmoe_permute_args, xp), F(fmoe_permute_args, map), F(fmoe_permute_args, counts));
     STRUCT(fmoe_unpermute_args, F(fmoe_unpermute_args, size), F(fmoe_unpermute_args, y), F(fmoe_unpermute_args, map),
-           F(fmoe_unpermute_args, weights), F(fmoe_unpermute_args, out), F(fmoe_unpermute_args, dout), F(fmoe_unpermute_args, dy),
-           F(fmoe_unpermute_args, dweights));
-    STRUCT(fmoe_gmm_args, F(fmoe_gmm_args, size), F(fmoe_gmm_args, x), F(fmoe_gmm_args, w), F(fmoe_gmm_args, bias), F(fmoe_gmm_args, sizes),
-           F(fmoe_gmm_args, y), F(fmoe_gmm_args, dy), F(fmoe_gmm_args, dx), F(fmoe_gmm_args, dw), F(fmoe_gmm_args, dbias),
-           F(fmoe_gmm_args, cumulative), F(fmoe_gmm_args, list));
+           F(fmoe_unpermute_args, weights), F(fmoe_unpermute_args, out), F(fmoe_unpermute_args, dout),
+           F(fmoe_unpermute_args, dy), F(fmoe_unpermute_args, dweights));
+    STRUCT(fmoe_gmm_args, F(fmoe_gmm_args, size), F(fmoe_gmm_args, x), F(fmoe_gmm_args, w), F(fmoe_gmm_args, bias),
+           F(fmoe_gmm_args, sizes), F(fmoe_gmm_args, y), F(fmoe_gmm_args, dy), F(fmoe_gmm_args, dx),
+           F(fmoe_gmm_args, dw), F(fmoe_gmm_args, dbias), F(fmoe_gmm_args, cumulative), F(fmoe_gmm_args, list));
     STRUCT(fmoe_activation_args, F(fmoe_activation_args, size), F(fmoe_activation_args, h), F(fmoe_activation_args, a),
            F(fmoe_activation_args, da), F(fmoe_activation_args, dh));
-    STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2), F(fmoe_weights, gate),
-           F(fmoe_weights, up), F(fmoe_weights, down));
-    STRUCT(fmoe_experts_args, F(fmoe_experts_args, size), F(fmoe_experts_args, x), F(fmoe_experts_args, ids), F(fmoe_experts_args, weights),
-           F(fmoe_experts_args, w), F(fmoe_experts_args, out), F(fmoe_experts_args, saved), F(fmoe_experts_args, saved_bytes),
-           F(fmoe_experts_args, dout), F(fmoe_experts_args, dx), F(fmoe_experts_args, dweights), F(fmoe_experts_args, dw));
-    STRUCT(fmoe_block_args, F(fmoe_block_args, size), F(fmoe_block_args, x), F(fmoe_block_args, w_router), F(fmoe_block_args, b_router),
-           F(fmoe_block_args, select_bias), F(fmoe_block_args, w), F(fmoe_block_args, shared), F(fmoe_block_args, shared_gate),
-           F(fmoe_block_args, logits), F(fmoe_block_args, ids), F(fmoe_block_args, weights), F(fmoe_block_args, out), F(fmoe_block_args, saved),
-           F(fmoe_block_args, saved_bytes), F(fmoe_block_args, dout), F(fmoe_block_args, dlogits), F(fmoe_block_args, dx),
-           F(fmoe_block_args, dw_router), F(fmoe_block_args, db_router), F(fmoe_block_args, dw), F(fmoe_block_args, dshared),
-           F(fmoe_block_args, dshared_gate));
+    STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),
+           F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down));
+    STRUCT(fmoe_experts_args, F(fmoe_experts_args, size), F(fmoe_experts_args, x), F(fmoe_experts_args, ids),
+           F(fmoe_experts_args, weights), F(fmoe_experts_args, w), F(fmoe_experts_args, out),
+           F(fmoe_experts_args, saved), F(fmoe_experts_args, saved_bytes), F(fmoe_experts_args, dout),
+           F(fmoe_experts_args, dx), F(fmoe_experts_args, dweights), F(fmoe_experts_args, dw));
+    STRUCT(fmoe_block_args, F(fmoe_block_args, size), F(fmoe_block_args, x), F(fmoe_block_args, w_router),
+           F(fmoe_block_args, b_router), F(fmoe_block_args, select_bias), F(fmoe_block_args, w),
+           F(fmoe_block_args, shared), F(fmoe_block_args, shared_gate), F(fmoe_block_args, logits),
+           F(fmoe_block_args, ids), F(fmoe_block_args, weights), F(fmoe_block_args, out), F(fmoe_block_args, saved),
+           F(fmoe_block_args, saved_bytes), F(fmoe_block_args, dout), F(fmoe_block_args, dlogits),
+           F(fmoe_block_args, dx), F(fmoe_block_args, dw_router), F(fmoe_block_args, db_router), F(fmoe_block_args, dw),
+           F(fmoe_block_args, dshared), F(fmoe_block_args, dshared_gate));
     compare_golden("structs.txt", text);
 }
 
 TEST(status_values_are_pinned)
 {
-    const fmoe_status all[] = {FMOE_OK, FMOE_ERR_NULL, FMOE_ERR_ABI, FMOE_ERR_ARG, FMOE_ERR_SHAPE, FMOE_ERR_DTYPE, FMOE_ERR_STRIDE, FMOE_ERR_ALIGN,
-                               FMOE_ERR_ALIAS, FMOE_ERR_INDEX, FMOE_ERR_OVERFLOW, FMOE_ERR_WORKSPACE, FMOE_ERR_NOMEM, FMOE_ERR_HANDLE,
-                               FMOE_ERR_PLAN, FMOE_ERR_BACKEND, FMOE_ERR_DEVICE, FMOE_ERR_UNSUPPORTED};
+    const fmoe_status all[] = {
+        FMOE_OK,         FMOE_ERR_NULL,   FMOE_ERR_ABI,   FMOE_ERR_ARG,     FMOE_ERR_SHAPE,    FMOE_ERR_DTYPE,
+        FMOE_ERR_STRIDE, FMOE_ERR_ALIGN,  FMOE_ERR_ALIAS, FMOE_ERR_INDEX,   FMOE_ERR_OVERFLOW, FMOE_ERR_WORKSPACE,
+        FMOE_ERR_NOMEM,  FMOE_ERR_HANDLE, FMOE_ERR_PLAN,  FMOE_ERR_BACKEND, FMOE_ERR_DEVICE,   FMOE_ERR_UNSUPPORTED};
     for (int i = 0; i < 18; i++) CHECK_EQ(all[i], i);
 }
 
@@ -171,7 +190,8 @@ static void compile_header(const char *compiler, const char *language, const cha
 {
     char text[4096];
     const int code = output_of(text, sizeof text,
-                               "echo '#include \"fusedmoe.h\"' | %s -x %s -std=%s -pedantic -Wall -Wextra -Werror -I'%s/include' -fsyntax-only - 2>&1",
+                               "echo '#include \"fusedmoe.h\"' | %s -x %s -std=%s -pedantic -Wall -Wextra -Werror "
+                               "-I'%s/include' -fsyntax-only - 2>&1",
                                compiler, language, standard, FMOE_SOURCE);
     if (code) TEST_FAIL("%s -std=%s: %s", compiler, standard, text);
 }
@@ -255,7 +275,8 @@ TEST(layers_look_only_where_they_may)
         int includes = 0;
         for (struct dirent *e; (e = readdir(d));) {
             const char *dot = strrchr(e->d_name, '.');
-            const int source = dot && (!strcmp(dot, ".c") || !strcmp(dot, ".h") || !strcmp(dot, ".inc") || !strcmp(dot, ".cu") || !strcmp(dot, ".cuh"));
+            const int source = dot && (!strcmp(dot, ".c") || !strcmp(dot, ".h") || !strcmp(dot, ".inc") ||
+                                       !strcmp(dot, ".cu") || !strcmp(dot, ".cuh"));
             if (source) includes += scan_file(&rules[i], folder, e->d_name);
         }
         closedir(d);
@@ -268,6 +289,8 @@ TEST(library_does_not_print_or_abort)
 {
     static char text[8192];
     output_of(text, sizeof text,
-              "cd '%s/src' && grep -nE '(^|[^a-z_.>])(abort|exit|_exit|printf|puts|putchar|perror|assert|alloca)[ ]*\\(' *.c *.h cpu/*.[ch] ascend/*.[ch]", FMOE_SOURCE);
+              "cd '%s/src' && grep -nE '(^|[^a-z_.>])(abort|exit|_exit|printf|puts|putchar|perror|assert|alloca)[ "
+              "]*\\(' *.c *.h cpu/*.[ch] ascend/*.[ch]",
+              FMOE_SOURCE);
     if (*text) TEST_FAIL("found:\n%s", text);
 }

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_alloc.c - row 21: the n-th allocation fails, for every n, once and from then on, in every entry point. The linker puts our
- * malloc, calloc, realloc, posix_memalign and pthread_create before the library's (--wrap). Each attempt is a child process, so
- * that the thread pool is made anew in each; under ASan the child also looks for leaks. */
+ * test_alloc.c - row 21: the n-th allocation fails, for every n, once and from then on, in every entry point. The
+ * linker puts our malloc, calloc, realloc, posix_memalign and pthread_create before the library's (--wrap). Each
+ * attempt is a child process, so that the thread pool is made anew in each; under ASan the child also looks for leaks.
+ */
 #include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -36,7 +37,10 @@ int __lsan_do_recoverable_leak_check(void) __attribute__((weak));
 void *__wrap_malloc(size_t n) { return fails() ? NULL : __real_malloc(n); }
 void *__wrap_calloc(size_t n, size_t size) { return fails() ? NULL : __real_calloc(n, size); }
 void *__wrap_realloc(void *p, size_t n) { return fails() ? NULL : __real_realloc(p, n); }
-int __wrap_posix_memalign(void **p, size_t align, size_t n) { return fails() ? ENOMEM : __real_posix_memalign(p, align, n); }
+int __wrap_posix_memalign(void **p, size_t align, size_t n)
+{
+    return fails() ? ENOMEM : __real_posix_memalign(p, align, n);
+}
 
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg)
 {
@@ -51,8 +55,8 @@ static void arm(int n, int on)
     armed = 1;
 }
 
-/* Plan, sizes, run, destroy, all while allocations fail: out of memory may be said by the plan only, and the run then gives the
- * same bits with fewer threads. Afterwards everything works. Returns the number of failures (of the test). */
+/* Plan, sizes, run, destroy, all while allocations fail: out of memory may be said by the plan only, and the run then
+ * gives the same bits with fewer threads. Afterwards everything works. Returns the number of failures (of the test). */
 static int attempt(api_call *c, const unsigned char *want, int n, int on)
 {
     const fmoe_tensor *out = NULL;
@@ -124,7 +128,8 @@ static void sweep(call_kind kind, fmoe_pass pass, int on)
         REQUIRE(waitpid(child, &code, 0) == child);
         if (WIFEXITED(code) && WEXITSTATUS(code) == 255) break; /* n was past the last allocation */
         if (!WIFEXITED(code) || WEXITSTATUS(code)) {
-            TEST_FAIL("%s %s, allocation %d fails%s: %s %d", call_names[kind], pass ? "backward" : "forward", n, on ? " and all after it" : "",
+            TEST_FAIL("%s %s, allocation %d fails%s: %s %d", call_names[kind], pass ? "backward" : "forward", n,
+                      on ? " and all after it" : "",
                       WIFEXITED(code) ? WEXITSTATUS(code) >= 100 ? "leak, failures" : "failures" : "signal",
                       WIFEXITED(code) ? WEXITSTATUS(code) : WTERMSIG(code));
             if (n > 40) break;

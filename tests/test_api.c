@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_api.c - the fault table of bad arguments, for every tensor of every call: the status, a sentence that names the argument and
- * both values, and not one output byte changed. Values inside tensors (ids, NaN, sizes): test_values.c */
+ * test_api.c - the fault table of bad arguments, for every tensor of every call: the status, a sentence that names the
+ * argument and both values, and not one output byte changed. Values inside tensors (ids, NaN, sizes): test_values.c */
 #include "calls.h"
 
-#define EACH_CALL(c)                                                                                   \
-    for (int kind_ = 0; kind_ < CALL_KINDS; kind_++)                                                   \
-        for (int pass_ = 0; pass_ < 2; pass_++)                                                        \
-            for (api_call c, *once_ = (call_begin(&c, (call_kind)kind_, (fmoe_pass)pass_, FMOE_F32), &c); once_; \
+#define EACH_CALL(c)                                                                                                   \
+    for (int kind_ = 0; kind_ < CALL_KINDS; kind_++)                                                                   \
+        for (int pass_ = 0; pass_ < 2; pass_++)                                                                        \
+            for (api_call c, *once_ = (call_begin(&c, (call_kind)kind_, (fmoe_pass)pass_, FMOE_F32), &c); once_;       \
                  call_end(&c), once_ = NULL)
 
 /* The call must fail with one of two statuses, its sentence must have the words, and nothing may be written. */
-static void expect(api_call *c, const char *what, fmoe_status want, fmoe_status or_else, const char *word, const char *word2)
+static void expect(api_call *c, const char *what, fmoe_status want, fmoe_status or_else, const char *word,
+                   const char *word2)
 {
     const fmoe_status got = call_make(c);
     if (got != want && got != or_else)
-        TEST_FAIL("%s %s, %s: %s (%s), not %s", call_names[c->kind], c->pass ? "backward" : "forward", what, fmoe_status_string(got),
-                  got ? fmoe_last_error() : "", fmoe_status_string(want));
+        TEST_FAIL("%s %s, %s: %s (%s), not %s", call_names[c->kind], c->pass ? "backward" : "forward", what,
+                  fmoe_status_string(got), got ? fmoe_last_error() : "", fmoe_status_string(want));
     else if (!strstr(fmoe_last_error(), word) || (word2 && !strstr(fmoe_last_error(), word2)))
-        TEST_FAIL("%s %s, %s: \"%s\" lacks \"%s\" or \"%s\"", call_names[c->kind], c->pass ? "backward" : "forward", what,
-                  fmoe_last_error(), word, word2 ? word2 : "");
+        TEST_FAIL("%s %s, %s: \"%s\" lacks \"%s\" or \"%s\"", call_names[c->kind], c->pass ? "backward" : "forward",
+                  what, fmoe_last_error(), word, word2 ? word2 : "");
 }
 
 /* One slot with a broken header; the whole ones are put back before outputs are looked at. */
@@ -45,7 +46,8 @@ static broken break_slot(const call_slot *s)
 static void mend_slot(api_call *c, const call_slot *s, broken b)
 {
     *s->at = b.whole;
-    if (!call_untouched(c)) TEST_FAIL("%s %s, %s: an output was written", call_names[c->kind], c->pass ? "backward" : "forward", s->name);
+    if (!call_untouched(c))
+        TEST_FAIL("%s %s, %s: an output was written", call_names[c->kind], c->pass ? "backward" : "forward", s->name);
 }
 
 static const char *number(int64_t v)
@@ -66,7 +68,8 @@ TEST(valid_calls_succeed)
             for (int pass = 0; pass < 2; pass++) {
                 api_call c;
                 call_begin(&c, (call_kind)kind, (fmoe_pass)pass, dtype);
-                if (call_make(&c) != FMOE_OK) TEST_FAIL("%s %d dtype %d: %s", call_names[kind], pass, dtype, fmoe_last_error());
+                if (call_make(&c) != FMOE_OK)
+                    TEST_FAIL("%s %d dtype %d: %s", call_names[kind], pass, dtype, fmoe_last_error());
                 CHECK(!call_untouched(&c));
                 call_end(&c);
             }
@@ -75,7 +78,8 @@ TEST(valid_calls_succeed)
 
 TEST(row01_null_tensor)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++) {
             const fmoe_tensor *whole = *c.slots[i].at;
             if (c.slots[i].role & SLOT_OPTIONAL) continue;
@@ -89,7 +93,8 @@ TEST(row01_null_tensor)
 
 TEST(row01_null_data_and_shape)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++) {
             broken b = break_slot(&c.slots[i]);
             b.t->data = NULL;
@@ -106,7 +111,8 @@ TEST(row01_null_data_and_shape)
 
 TEST(row01_null_structs)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         api_call empty = c;
         empty.plan = 0;
         CHECK_STATUS(call_make(&empty), FMOE_ERR_HANDLE);
@@ -137,11 +143,13 @@ TEST(row01_null_structs)
 
 TEST(row02_struct_sizes)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < 4; i++) {
             const size_t args = c.a.size, run = c.run.size, wrong = (size_t[]){0, args - 8, args + 8, SIZE_MAX}[i];
             c.a.size = wrong;
-            expect(&c, "args size", FMOE_ERR_ABI, FMOE_ERR_ABI, number((int64_t)wrong < 0 ? 0 : (int64_t)args), fmoe_version_string());
+            expect(&c, "args size", FMOE_ERR_ABI, FMOE_ERR_ABI, number((int64_t)wrong < 0 ? 0 : (int64_t)args),
+                   fmoe_version_string());
             c.a.size = args;
             c.run.size = run + (size_t)i + 1;
             expect(&c, "run size", FMOE_ERR_ABI, FMOE_ERR_ABI, number((int64_t)c.run.size), number((int64_t)run));
@@ -159,7 +167,8 @@ TEST(row02_struct_sizes)
 
 TEST(row03_rank)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++)
             for (int wrong = 0; wrong < 3; wrong++) {
                 broken b = break_slot(&c.slots[i]);
@@ -175,7 +184,8 @@ TEST(row03_rank)
 TEST(row03_absurd_dimensions)
 {
     const int64_t absurd[] = {-1, INT64_MIN, INT64_MAX, (INT64_C(1) << 48) + 1};
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++)
             for (int dim = 0; dim < (*c.slots[i].at)->ndim; dim++)
                 for (int j = 0; j < 4; j++) {
@@ -188,11 +198,13 @@ TEST(row03_absurd_dimensions)
     }
 }
 
-/* Every dimension one too large and one too small: another tensor or the plan disagrees, and both numbers are in the sentence. Where
- * the tensor is the first to give a free size (T, R), the next one complains. Rows to spare in xp and y are allowed. */
+/* Every dimension one too large and one too small: another tensor or the plan disagrees, and both numbers are in the
+ * sentence. Where the tensor is the first to give a free size (T, R), the next one complains. Rows to spare in xp and y
+ * are allowed. */
 TEST(row06_dimensions_disagree)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++)
             for (int dim = 0; dim < (*c.slots[i].at)->ndim; dim++) {
                 const int64_t was = (*c.slots[i].at)->shape[dim];
@@ -204,25 +216,30 @@ TEST(row06_dimensions_disagree)
                     b.t->data = memcpy(test_alloc(2 * bytes + 64), fmoe_data(b.whole), bytes);
                     b.t->byte_offset = 0;
                     const bool permutes = c.kind == CALL_PERMUTE || c.kind == CALL_UNPERMUTE;
-                    const bool spare = permutes && dim == 0 && (!strcmp(c.slots[i].name, "xp") || !strcmp(c.slots[i].name, "y"));
+                    const bool spare =
+                        permutes && dim == 0 && (!strcmp(c.slots[i].name, "xp") || !strcmp(c.slots[i].name, "y"));
                     const fmoe_status got = call_make(&c);
                     if (got == FMOE_OK) {
                         if (!spare || delta < 0)
-                            TEST_FAIL("%s: %s dimension %d is %" PRId64 ": accepted", call_names[c.kind], c.slots[i].name, dim, was + delta);
+                            TEST_FAIL("%s: %s dimension %d is %" PRId64 ": accepted", call_names[c.kind],
+                                      c.slots[i].name, dim, was + delta);
                         for (int o = 0; o < c.n_slots; o++) { /* poison again */
                             const fmoe_tensor *t = *c.slots[o].at;
                             if (t != b.t && (c.slots[o].role & SLOT_OUT))
-                                memset(fmoe_data(t), 0xa5, (size_t)tensor_count(t) * fmoe_dtype_size(fmoe_tensor_dtype(t)));
+                                memset(fmoe_data(t), 0xa5,
+                                       (size_t)tensor_count(t) * fmoe_dtype_size(fmoe_tensor_dtype(t)));
                         }
                     } else if (spare && got == FMOE_ERR_INDEX) {
                         CHECK_ERROR_HAS("map["); /* one row less: an entry points past it */
                     } else if (got != FMOE_ERR_SHAPE && got != FMOE_ERR_PLAN) {
-                        TEST_FAIL("%s: %s dimension %d: %s", call_names[c.kind], c.slots[i].name, dim, fmoe_last_error());
+                        TEST_FAIL("%s: %s dimension %d: %s", call_names[c.kind], c.slots[i].name, dim,
+                                  fmoe_last_error());
                     } else if (strstr(fmoe_last_error(), "T*k")) { /* the product is compared, and said */
                         CHECK(strstr(fmoe_last_error(), number(N_R)) || strstr(fmoe_last_error(), "5 * 2"));
-                    } else if (!strstr(fmoe_last_error(), number(was + delta)) || !strstr(fmoe_last_error(), number(was))) {
-                        TEST_FAIL("%s: %s dimension %d: \"%s\" has not both %" PRId64 " and %" PRId64, call_names[c.kind], c.slots[i].name, dim,
-                                  fmoe_last_error(), was, was + delta);
+                    } else if (!strstr(fmoe_last_error(), number(was + delta)) ||
+                               !strstr(fmoe_last_error(), number(was))) {
+                        TEST_FAIL("%s: %s dimension %d: \"%s\" has not both %" PRId64 " and %" PRId64,
+                                  call_names[c.kind], c.slots[i].name, dim, fmoe_last_error(), was, was + delta);
                     }
                     mend_slot(&c, &c.slots[i], b);
                 }
@@ -233,7 +250,8 @@ TEST(row06_dimensions_disagree)
 TEST(row07_dtypes)
 {
     const fmoe_datatype wrong[] = {{2, 8, 1}, {1, 32, 1}, {2, 32, 2}, {10, 8, 1}, {0, 8, 1}, {5, 64, 1}, {2, 128, 1}};
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++) {
             for (size_t j = 0; j < sizeof wrong / sizeof *wrong; j++) {
                 broken b = break_slot(&c.slots[i]);
@@ -256,7 +274,8 @@ TEST(row07_dtypes)
 /* A device that is not the plan's. */
 TEST(row07_device)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++) {
             broken b = break_slot(&c.slots[i]);
             b.t->device.type = FMOE_CUDA;
@@ -269,7 +288,8 @@ TEST(row07_device)
 
 TEST(row08_strides)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++)
             for (int dim = 0; dim < (*c.slots[i].at)->ndim; dim++) {
                 const int64_t was = (*c.slots[i].at)->shape[dim];
@@ -289,7 +309,8 @@ TEST(row08_strides)
                 if (dim == 0 && (*c.slots[i].at)->ndim > 1) { /* rows that overlap */
                     broken b = break_slot(&c.slots[i]);
                     b.t->strides[0] = b.t->strides[0] - 1;
-                    expect(&c, "overlapping rows", FMOE_ERR_STRIDE, FMOE_ERR_STRIDE, c.slots[i].name, number(b.t->strides[0]));
+                    expect(&c, "overlapping rows", FMOE_ERR_STRIDE, FMOE_ERR_STRIDE, c.slots[i].name,
+                           number(b.t->strides[0]));
                     mend_slot(&c, &c.slots[i], b);
                 }
             }
@@ -298,7 +319,8 @@ TEST(row08_strides)
 
 TEST(row09_misaligned)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++)
             for (int odd = 1; odd < 4; odd++) {
                 broken b = break_slot(&c.slots[i]);
@@ -319,7 +341,8 @@ TEST(row09_misaligned)
 /* Every output over every other tensor, over the workspace and over the saved state. */
 TEST(row10_aliases)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (int i = 0; i < c.n_slots; i++) {
             if (!(c.slots[i].role & SLOT_OUT)) continue;
             for (int j = 0; j < c.n_slots; j++) {
@@ -347,14 +370,17 @@ TEST(row10_aliases)
 
 TEST(row20_workspace)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         const fmoe_run good = c.run;
         if (good.workspace_bytes == 0) continue;
         c.run.workspace = NULL;
-        expect(&c, "workspace NULL", FMOE_ERR_WORKSPACE, FMOE_ERR_WORKSPACE, "workspace", number((int64_t)good.workspace_bytes));
+        expect(&c, "workspace NULL", FMOE_ERR_WORKSPACE, FMOE_ERR_WORKSPACE, "workspace",
+               number((int64_t)good.workspace_bytes));
         c.run = good;
         c.run.workspace_bytes--;
-        expect(&c, "one byte short", FMOE_ERR_WORKSPACE, FMOE_ERR_WORKSPACE, number((int64_t)good.workspace_bytes), number((int64_t)good.workspace_bytes - 1));
+        expect(&c, "one byte short", FMOE_ERR_WORKSPACE, FMOE_ERR_WORKSPACE, number((int64_t)good.workspace_bytes),
+               number((int64_t)good.workspace_bytes - 1));
         CHECK(call_untouched(&c));
         /* Exactly enough, at every alignment, and not a byte beyond. */
         for (size_t shift = 0; shift < 3; shift++) {
@@ -363,7 +389,8 @@ TEST(row20_workspace)
             c.run.workspace_bytes = good.workspace_bytes;
             CHECK_STATUS(call_make(&c), FMOE_OK);
             for (size_t i = 0; i < 64 + shift; i++) CHECK(memory[i] == 0x5a);
-            for (size_t i = 64 + shift + good.workspace_bytes; i < good.workspace_bytes + 128; i++) CHECK(memory[i] == 0x5a);
+            for (size_t i = 64 + shift + good.workspace_bytes; i < good.workspace_bytes + 128; i++)
+                CHECK(memory[i] == 0x5a);
         }
     }
 }
@@ -387,7 +414,8 @@ TEST(row20_saved_state)
 
 TEST(unknown_run_flags)
 {
-    EACH_CALL(c) {
+    EACH_CALL(c)
+    {
         for (uint32_t bit = 16; bit; bit <<= 1) {
             c.run.flags = bit;
             expect(&c, "flags", FMOE_ERR_ARG, FMOE_ERR_ARG, "flags", NULL);

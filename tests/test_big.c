@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_big.c - row 5: more than 2^31 elements while every dimension is small, in activations and in weights. Memory is mapped without
- * being reserved, and only little of it is touched. */
+ * test_big.c - row 5: more than 2^31 elements while every dimension is small, in activations and in weights. Memory is
+ * mapped without being reserved, and only little of it is touched. */
 #include <sys/mman.h>
 
 #include "test.h"
@@ -42,7 +42,8 @@ static fmoe_run workspace(fmoe_plan plan, fmoe_pass pass, int64_t T)
     return run;
 }
 
-/* Weights: E*2I*H > 2^31, two experts used: the first and the last. The same two experts in a layer of two give the same bits. */
+/* Weights: E*2I*H > 2^31, two experts used: the first and the last. The same two experts in a layer of two give the
+ * same bits. */
 TEST(weights_past_2_31)
 {
     fmoe_desc d = FMOE_DESC_INIT;
@@ -51,11 +52,14 @@ TEST(weights_past_2_31)
     d.H = 1024, d.I = 512, d.E = 2051, d.k = 2;
     const int64_t T = 3, H = d.H, I = d.I, E = d.E, one = 2 * I * H;
     REQUIRE(E * one > limit);
-    fmoe_tensor *x = tensor_random(tensor_new(FMOE_BF16, SHAPE(T, H)), 1), *dout = tensor_random(tensor_new(FMOE_BF16, SHAPE(T, H)), 1);
-    fmoe_tensor *p = tensor_random(tensor_new(FMOE_F32, SHAPE(T, 2)), 1), *ids = tensor_new(I32, SHAPE(T, 2)), *few_ids = tensor_new(I32, SHAPE(T, 2));
+    fmoe_tensor *x = tensor_random(tensor_new(FMOE_BF16, SHAPE(T, H)), 1),
+                *dout = tensor_random(tensor_new(FMOE_BF16, SHAPE(T, H)), 1);
+    fmoe_tensor *p = tensor_random(tensor_new(FMOE_F32, SHAPE(T, 2)), 1), *ids = tensor_new(I32, SHAPE(T, 2)),
+                *few_ids = tensor_new(I32, SHAPE(T, 2));
     fmoe_tensor *w1 = sparse(FMOE_BF16, SHAPE(E, 2 * I, H)), *w2 = sparse(FMOE_BF16, SHAPE(E, H, I));
     fmoe_tensor *dw1 = sparse(FMOE_BF16, SHAPE(E, 2 * I, H)), *dw2 = sparse(FMOE_BF16, SHAPE(E, H, I));
-    fmoe_tensor *few1 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, 2 * I, H)), 0.05), *few2 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, H, I)), 0.05);
+    fmoe_tensor *few1 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, 2 * I, H)), 0.05),
+                *few2 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, H, I)), 0.05);
     fmoe_tensor *few_dw1 = tensor_new(FMOE_BF16, SHAPE(2, 2 * I, H)), *few_dw2 = tensor_new(FMOE_BF16, SHAPE(2, H, I));
     for (int64_t i = 0; i < 2 * T; i++) {
         tensor_set(ids, i, i % 2 ? (double)(E - 1) : 0);
@@ -73,8 +77,12 @@ TEST(weights_past_2_31)
         REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
         out[few] = tensor_new(FMOE_BF16, SHAPE(T, H));
         dx[few] = tensor_new(FMOE_BF16, SHAPE(T, H));
-        fmoe_experts_args a = {.size = sizeof a, .x = x, .ids = few ? few_ids : ids, .weights = p,
-                               .w = {.w1 = few ? few1 : w1, .w2 = few ? few2 : w2}, .out = out[few]};
+        fmoe_experts_args a = {.size = sizeof a,
+                               .x = x,
+                               .ids = few ? few_ids : ids,
+                               .weights = p,
+                               .w = {.w1 = few ? few1 : w1, .w2 = few ? few2 : w2},
+                               .out = out[few]};
         REQUIRE(fmoe_saved_bytes(plan, T, &a.saved_bytes) == FMOE_OK);
         a.saved = test_alloc(a.saved_bytes);
         const fmoe_run forward = workspace(plan, FMOE_FORWARD, T);
@@ -93,7 +101,8 @@ TEST(weights_past_2_31)
     for (int64_t e = 0; e < 2; e++) {
         const int64_t from = e ? E - 1 : 0;
         CHECK(!memcmp((uint16_t *)dw1->data + from * one, (uint16_t *)few_dw1->data + e * one, (size_t)one * 2));
-        CHECK(!memcmp((uint16_t *)dw2->data + from * I * H, (uint16_t *)few_dw2->data + e * I * H, (size_t)(I * H) * 2));
+        CHECK(
+            !memcmp((uint16_t *)dw2->data + from * I * H, (uint16_t *)few_dw2->data + e * I * H, (size_t)(I * H) * 2));
     }
     unmap();
 }
@@ -110,21 +119,27 @@ TEST(tokens_past_2_31)
     fmoe_plan plan;
     REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
     fmoe_tensor *x = sparse(FMOE_BF16, SHAPE(T, H)), *out = sparse(FMOE_BF16, SHAPE(T, H));
-    fmoe_tensor *ids = tensor_fill(tensor_new(I32, SHAPE(T, 1)), -1), *p = tensor_fill(tensor_new(FMOE_F32, SHAPE(T, 1)), 1);
-    fmoe_tensor *w1 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, 10, H)), 0.1), *w2 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, H, 5)), 1);
-    fmoe_tensor *few_x = tensor_random(tensor_new(FMOE_BF16, SHAPE(3, H)), 1), *few_out = tensor_new(FMOE_BF16, SHAPE(3, H));
-    fmoe_tensor *few_ids = tensor_list(tensor_new(I32, SHAPE(3, 1)), VALUES(0, 1, 1)), *few_p = tensor_fill(tensor_new(FMOE_F32, SHAPE(3, 1)), 1);
+    fmoe_tensor *ids = tensor_fill(tensor_new(I32, SHAPE(T, 1)), -1),
+                *p = tensor_fill(tensor_new(FMOE_F32, SHAPE(T, 1)), 1);
+    fmoe_tensor *w1 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, 10, H)), 0.1),
+                *w2 = tensor_random(tensor_new(FMOE_BF16, SHAPE(2, H, 5)), 1);
+    fmoe_tensor *few_x = tensor_random(tensor_new(FMOE_BF16, SHAPE(3, H)), 1),
+                *few_out = tensor_new(FMOE_BF16, SHAPE(3, H));
+    fmoe_tensor *few_ids = tensor_list(tensor_new(I32, SHAPE(3, 1)), VALUES(0, 1, 1)),
+                *few_p = tensor_fill(tensor_new(FMOE_F32, SHAPE(3, 1)), 1);
     const int64_t rows[] = {0, T - 2, T - 1};
     for (int i = 0; i < 3; i++) {
         memcpy((uint16_t *)x->data + rows[i] * H, (uint16_t *)few_x->data + i * H, (size_t)H * 2);
         tensor_set(ids, rows[i], tensor_get(few_ids, i));
     }
     fmoe_experts_args a = {.size = sizeof a, .x = x, .ids = ids, .weights = p, .w = {.w1 = w1, .w2 = w2}, .out = out};
-    fmoe_experts_args few = {.size = sizeof few, .x = few_x, .ids = few_ids, .weights = few_p, .w = a.w, .out = few_out};
+    fmoe_experts_args few = {
+        .size = sizeof few, .x = few_x, .ids = few_ids, .weights = few_p, .w = a.w, .out = few_out};
     const fmoe_run run = workspace(plan, FMOE_FORWARD, T), few_run = workspace(plan, FMOE_FORWARD, 3);
     CHECK_STATUS(fmoe_experts_forward(plan, &a, &run), FMOE_OK);
     CHECK_STATUS(fmoe_experts_forward(plan, &few, &few_run), FMOE_OK);
-    for (int i = 0; i < 3; i++) CHECK(!memcmp((uint16_t *)out->data + rows[i] * H, (uint16_t *)few_out->data + i * H, (size_t)H * 2));
+    for (int i = 0; i < 3; i++)
+        CHECK(!memcmp((uint16_t *)out->data + rows[i] * H, (uint16_t *)few_out->data + i * H, (size_t)H * 2));
     CHECK(tensor_get(few_out, 1) != 0);
     CHECK(((uint16_t *)out->data)[limit - 1] == 0); /* a skipped one */
     fmoe_plan_destroy(&plan);
@@ -142,13 +157,15 @@ TEST(grouped_rows_past_2_31)
     fmoe_plan plan;
     REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
     fmoe_tensor *x = sparse(FMOE_F32, SHAPE(R, d.K)), *y = tensor_new(FMOE_F32, SHAPE(R, d.N));
-    fmoe_tensor *w = tensor_fill(tensor_new(FMOE_F32, SHAPE(2, d.K, d.N)), 2), *sizes = tensor_list(tensor_new(I64, SHAPE(2)), VALUES((double)(R - 2), 2));
+    fmoe_tensor *w = tensor_fill(tensor_new(FMOE_F32, SHAPE(2, d.K, d.N)), 2),
+                *sizes = tensor_list(tensor_new(I64, SHAPE(2)), VALUES((double)(R - 2), 2));
     tensor_set(x, 1, 3);
     tensor_set(x, R * d.K - 1, 7);
     const fmoe_gmm_args a = {.size = sizeof a, .x = x, .w = w, .sizes = sizes, .y = y};
     const fmoe_run run = workspace(plan, FMOE_FORWARD, R);
     CHECK_STATUS(fmoe_grouped_matmul_forward(plan, &a, &run), FMOE_OK);
-    for (int64_t n = 0; n < 3; n++) CHECK(tensor_get(y, n) == 6 && tensor_get(y, (R - 1) * 3 + n) == 14 && tensor_get(y, (R - 2) * 3 + n) == 0);
+    for (int64_t n = 0; n < 3; n++)
+        CHECK(tensor_get(y, n) == 6 && tensor_get(y, (R - 1) * 3 + n) == 14 && tensor_get(y, (R - 2) * 3 + n) == 0);
     fmoe_plan_destroy(&plan);
     unmap();
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_threads.c - rows 22 and 23: one plan on many threads, plans destroyed under a run, fork, re-entry, threads that cannot be
- * had. Run under TSan as well. Bits are compared with one thread's. */
+ * test_threads.c - rows 22 and 23: one plan on many threads, plans destroyed under a run, fork, re-entry, threads that
+ * cannot be had. Run under TSan as well. Bits are compared with one thread's. */
 #include <errno.h>
 #include <fenv.h>
 #include <pthread.h>
@@ -58,10 +58,14 @@ static layer make_layer(int dtype, int threads)
 static results make_results(const layer *l)
 {
     const int f = l->d.dtype;
-    results r = {.out = tensor_new(f, SHAPE(T, H)), .dx = tensor_new(f, SHAPE(T, H)), .dp = tensor_new(FMOE_F32, SHAPE(T, K)),
-                 .dw1 = tensor_new(f, SHAPE(E, 2 * I, H)), .dw2 = tensor_new(f, SHAPE(E, H, I))};
+    results r = {.out = tensor_new(f, SHAPE(T, H)),
+                 .dx = tensor_new(f, SHAPE(T, H)),
+                 .dp = tensor_new(FMOE_F32, SHAPE(T, K)),
+                 .dw1 = tensor_new(f, SHAPE(E, 2 * I, H)),
+                 .dw2 = tensor_new(f, SHAPE(E, H, I))};
     size_t a, b;
-    REQUIRE(fmoe_workspace_bytes(l->plan, FMOE_FORWARD, T, &a) == FMOE_OK && fmoe_workspace_bytes(l->plan, FMOE_BACKWARD, T, &b) == FMOE_OK);
+    REQUIRE(fmoe_workspace_bytes(l->plan, FMOE_FORWARD, T, &a) == FMOE_OK &&
+            fmoe_workspace_bytes(l->plan, FMOE_BACKWARD, T, &b) == FMOE_OK);
     REQUIRE(fmoe_saved_bytes(l->plan, T, &r.saved_bytes) == FMOE_OK);
     r.workspace_bytes = a > b ? a : b;
     r.workspace = test_alloc(r.workspace_bytes);
@@ -71,8 +75,14 @@ static results make_results(const layer *l)
 
 static fmoe_status run_layer(const layer *l, fmoe_plan plan, const results *r)
 {
-    fmoe_experts_args a = {.size = sizeof a, .x = l->x, .ids = l->ids, .weights = l->p, .w = {.w1 = l->w1, .w2 = l->w2}, .out = r->out,
-                           .saved = r->saved, .saved_bytes = r->saved_bytes};
+    fmoe_experts_args a = {.size = sizeof a,
+                           .x = l->x,
+                           .ids = l->ids,
+                           .weights = l->p,
+                           .w = {.w1 = l->w1, .w2 = l->w2},
+                           .out = r->out,
+                           .saved = r->saved,
+                           .saved_bytes = r->saved_bytes};
     fmoe_run run = FMOE_RUN_INIT;
     run.workspace = r->workspace;
     run.workspace_bytes = r->workspace_bytes;
@@ -90,7 +100,8 @@ static int same_bits(const fmoe_tensor *a, const fmoe_tensor *b)
 
 static int same_results(const results *a, const results *b)
 {
-    return same_bits(a->out, b->out) && same_bits(a->dx, b->dx) && same_bits(a->dp, b->dp) && same_bits(a->dw1, b->dw1) && same_bits(a->dw2, b->dw2);
+    return same_bits(a->out, b->out) && same_bits(a->dx, b->dx) && same_bits(a->dp, b->dp) &&
+           same_bits(a->dw1, b->dw1) && same_bits(a->dw2, b->dw2);
 }
 
 static results alone(const layer *l) /* one thread */
@@ -142,7 +153,8 @@ TEST(row23_one_plan_on_many_threads)
         const results want = alone(&l);
         enum { N = 8 };
         worker w[N];
-        for (int i = 0; i < N; i++) w[i] = (worker){.l = &l, .want = &want, .mine = make_results(&l), .plan = l.plan, .runs = 12};
+        for (int i = 0; i < N; i++)
+            w[i] = (worker){.l = &l, .want = &want, .mine = make_results(&l), .plan = l.plan, .runs = 12};
         run_workers(w, N);
         for (int i = 0; i < N; i++) {
             pthread_join(w[i].thread, NULL);
@@ -163,7 +175,8 @@ TEST(row23_destroy_under_a_run)
         enum { N = 4 };
         worker w[N];
         _Atomic int go = 0;
-        for (int i = 0; i < N; i++) w[i] = (worker){.l = &l, .want = &want, .mine = make_results(&l), .plan = l.plan, .go = &go, .runs = 60};
+        for (int i = 0; i < N; i++)
+            w[i] = (worker){.l = &l, .want = &want, .mine = make_results(&l), .plan = l.plan, .go = &go, .runs = 60};
         run_workers(w, N);
         while (atomic_load(&go) < 20) sched_yield();
         fmoe_plan plan = l.plan, twin = l.plan;
@@ -196,7 +209,8 @@ TEST(row23_plans_come_and_go_on_many_threads)
 {
     const fmoe_desc d = call_desc(CALL_BLOCK, FMOE_BF16);
     pthread_t threads[6];
-    for (int i = 0; i < 6; i++) REQUIRE(pthread_create(&threads[i], NULL, create_and_destroy, (void *)(uintptr_t)&d) == 0);
+    for (int i = 0; i < 6; i++)
+        REQUIRE(pthread_create(&threads[i], NULL, create_and_destroy, (void *)(uintptr_t)&d) == 0);
     for (int i = 0; i < 6; i++) {
         void *failed;
         pthread_join(threads[i], &failed);
@@ -274,7 +288,8 @@ typedef struct reentry {
 static void reenter(void *ctx, int n, void (*fn)(void *arg, int worker), void *arg)
 {
     reentry *r = ctx;
-    if (r->calls++ == 0 && (run_layer(r->l, r->inner, r->mine) != FMOE_OK || !same_results(r->mine, r->want))) r->wrong++;
+    if (r->calls++ == 0 && (run_layer(r->l, r->inner, r->mine) != FMOE_OK || !same_results(r->mine, r->want)))
+        r->wrong++;
     for (int i = n - 1; i >= 0; i--) fn(arg, i);
 }
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_values.c - the rest of the fault table that one thread on one machine can meet: plans (rows 4, 16, 24, 25), values inside
- * tensors (11 to 15, 17 to 19), ISA levels and the environment (26, 31). */
+ * test_values.c - the rest of the fault table that one thread on one machine can meet: plans (rows 4, 16, 24, 25),
+ * values inside tensors (11 to 15, 17 to 19), ISA levels and the environment (26, 31). */
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -9,27 +9,26 @@
 
 /* ---- plans ---- */
 
-static fmoe_desc layer(void)
-{
-    return call_desc(CALL_EXPERTS, FMOE_F32);
-}
+static fmoe_desc layer(void) { return call_desc(CALL_EXPERTS, FMOE_F32); }
 
 static void refuse(const char *what, const fmoe_desc *d, fmoe_status status, const char *word, const char *word2)
 {
     fmoe_plan plan = 1;
     const fmoe_status got = fmoe_plan_create(&plan, d);
-    if (got != status) TEST_FAIL("%s: %s (%s), not %s", what, fmoe_status_string(got), got ? fmoe_last_error() : "", fmoe_status_string(status));
+    if (got != status)
+        TEST_FAIL("%s: %s (%s), not %s", what, fmoe_status_string(got), got ? fmoe_last_error() : "",
+                  fmoe_status_string(status));
     if (got == FMOE_OK) fmoe_plan_destroy(&plan);
     else if (!strstr(fmoe_last_error(), word) || !strstr(fmoe_last_error(), word2))
         TEST_FAIL("%s: \"%s\" lacks \"%s\" or \"%s\"", what, fmoe_last_error(), word, word2);
     CHECK_EQ(plan, 0);
 }
 
-#define REFUSE(change, status, word, word2)  \
-    do {                                     \
-        fmoe_desc d = layer();               \
-        change;                              \
-        refuse(#change, &d, status, word, word2); \
+#define REFUSE(change, status, word, word2)                                                                            \
+    do {                                                                                                               \
+        fmoe_desc d = layer();                                                                                         \
+        change;                                                                                                        \
+        refuse(#change, &d, status, word, word2);                                                                      \
     } while (0)
 
 TEST(row16_plan_arguments)
@@ -59,11 +58,11 @@ TEST(row16_plan_arguments)
 TEST(row16_routing_rules)
 {
     fmoe_desc base = call_desc(CALL_ROUTE, FMOE_F32);
-#define ROUTE(change, word, word2)                            \
-    do {                                                      \
-        fmoe_desc d = base;                                   \
-        change;                                               \
-        refuse(#change, &d, FMOE_ERR_ARG, word, word2);       \
+#define ROUTE(change, word, word2)                                                                                     \
+    do {                                                                                                               \
+        fmoe_desc d = base;                                                                                            \
+        change;                                                                                                        \
+        refuse(#change, &d, FMOE_ERR_ARG, word, word2);                                                                \
     } while (0)
     ROUTE(d.k = 5, "k", "5");
     ROUTE(d.route.score = 4, "score", "4");
@@ -97,7 +96,8 @@ TEST(row16_every_expert_is_reachable)
         d.k = 1;
         fmoe_plan plan;
         REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
-        fmoe_tensor *logits = tensor_new(FMOE_F32, SHAPE(E, E)), *ids = tensor_new(I32, SHAPE(E, 1)), *p = tensor_new(FMOE_F32, SHAPE(E, 1));
+        fmoe_tensor *logits = tensor_new(FMOE_F32, SHAPE(E, E)), *ids = tensor_new(I32, SHAPE(E, 1)),
+                    *p = tensor_new(FMOE_F32, SHAPE(E, 1));
         for (int64_t e = 0; e < E; e++) tensor_set(logits, e * E + e, 1);
         const fmoe_route_args a = {.size = sizeof a, .logits = logits, .ids = ids, .weights = p};
         fmoe_run run = FMOE_RUN_INIT;
@@ -111,7 +111,8 @@ TEST(row16_every_expert_is_reachable)
 
 TEST(row04_sizes_that_do_not_fit)
 {
-    REFUSE(d.E = INT64_C(1) << 24; d.I = INT64_C(1) << 24; d.H = INT64_C(1) << 24, FMOE_ERR_OVERFLOW, "16777216", "E*2I*H");
+    REFUSE(d.E = INT64_C(1) << 24; d.I = INT64_C(1) << 24;
+           d.H = INT64_C(1) << 24, FMOE_ERR_OVERFLOW, "16777216", "E*2I*H");
     fmoe_desc d = call_desc(CALL_GMM, FMOE_F32);
     d.E = d.K = d.N = INT64_C(1) << 21;
     refuse("E*K*N", &d, FMOE_ERR_OVERFLOW, "E*K*N", "2097152");
@@ -157,7 +158,8 @@ TEST(row24_handles)
     const fmoe_plan good = c.plan;
     char text[200];
     size_t bytes;
-    const fmoe_plan forged[] = {0, 1, good + 1, good ^ (UINT64_C(1) << 40), good + 65536, UINT64_MAX, (fmoe_plan)(uintptr_t)&c, good << 1};
+    const fmoe_plan forged[] = {
+        0, 1, good + 1, good ^ (UINT64_C(1) << 40), good + 65536, UINT64_MAX, (fmoe_plan)(uintptr_t)&c, good << 1};
     for (size_t i = 0; i < sizeof forged / sizeof *forged; i++) {
         c.plan = forged[i];
         CHECK_STATUS(call_make(&c), FMOE_ERR_HANDLE);
@@ -256,15 +258,18 @@ static void bad_index(api_call *c, const fmoe_tensor *t, int64_t at, int64_t val
     else ((int32_t *)t->data)[at] = (int32_t)value;
     const fmoe_status got = call_make(c);
     snprintf(word, sizeof word, "%" PRId64, fmoe_tensor_dtype(t) == I64 ? value : (int64_t)(int32_t)value);
-    if (got != FMOE_ERR_INDEX) TEST_FAIL("%s %d, %s = %" PRId64 ": %s", call_names[c->kind], c->pass, name, value, fmoe_status_string(got));
-    else if (!strstr(fmoe_last_error(), name) || !strstr(fmoe_last_error(), word)) TEST_FAIL("\"%s\" lacks %s or %s", fmoe_last_error(), name, word);
+    if (got != FMOE_ERR_INDEX)
+        TEST_FAIL("%s %d, %s = %" PRId64 ": %s", call_names[c->kind], c->pass, name, value, fmoe_status_string(got));
+    else if (!strstr(fmoe_last_error(), name) || !strstr(fmoe_last_error(), word))
+        TEST_FAIL("\"%s\" lacks %s or %s", fmoe_last_error(), name, word);
     CHECK(call_untouched(c));
     tensor_set(t, at, was);
 }
 
 TEST(row11_12_ids_out_of_range)
 {
-    const int64_t wrong[] = {N_E, N_E + 1, -1, -2, INT32_MIN, INT32_MAX, INT64_MIN, INT64_MAX, (INT64_C(1) << 32) + 1, INT64_C(1) << 31};
+    const int64_t wrong[] = {
+        N_E, N_E + 1, -1, -2, INT32_MIN, INT32_MAX, INT64_MIN, INT64_MAX, (INT64_C(1) << 32) + 1, INT64_C(1) << 31};
     for (int kind = 0; kind < CALL_KINDS; kind++)
         for (int pass = 0; pass < 2; pass++) {
             api_call c;
@@ -301,7 +306,9 @@ TEST(row11_maps_and_sizes_out_of_range)
         call_begin(&c, CALL_UNPERMUTE, (fmoe_pass)pass, FMOE_F32);
         bad_index(&c, c.a.unpermute.map, 4, N_R, "map[4]");
         bad_index(&c, c.a.unpermute.map, 4, -2, "map[4]");
-        if (pass) bad_index(&c, c.a.unpermute.map, 4, (int64_t)tensor_get(c.a.unpermute.map, 0), "map[4]"); /* two slots, one row of dy */
+        if (pass)
+            bad_index(&c, c.a.unpermute.map, 4, (int64_t)tensor_get(c.a.unpermute.map, 0),
+                      "map[4]"); /* two slots, one row of dy */
         call_end(&c);
         call_begin(&c, CALL_GMM, (fmoe_pass)pass, FMOE_F32);
         bad_index(&c, c.a.gmm.sizes, 2, -1, "sizes[2]");
@@ -386,7 +393,11 @@ TEST(row14_duplicates_add)
 
 TEST(row15_nan_and_inf_logits)
 {
-    const double rows[][4] = {{NAN, NAN, NAN, NAN}, {NAN, 1, NAN, 2}, {INFINITY, 1, 2, 3}, {-INFINITY, -INFINITY, -INFINITY, -INFINITY}, {1, 1, 1, 1}};
+    const double rows[][4] = {{NAN, NAN, NAN, NAN},
+                              {NAN, 1, NAN, 2},
+                              {INFINITY, 1, 2, 3},
+                              {-INFINITY, -INFINITY, -INFINITY, -INFINITY},
+                              {1, 1, 1, 1}};
     for (int score = 0; score < 4; score++)
         for (int dtype = FMOE_F32; dtype <= FMOE_F16; dtype++) {
             api_call c;
@@ -417,7 +428,8 @@ TEST(row17_nan_stays_in_its_token)
     both_begin(&x, 0);
     const fmoe_experts_args *f = &x.f.a.experts, *b = &x.b.a.experts;
     both_run(&x);
-    fmoe_tensor *out = tensor_copy(f->out, FMOE_F32), *dx = tensor_copy(b->dx, FMOE_F32), *dp = tensor_copy(b->dweights, FMOE_F32);
+    fmoe_tensor *out = tensor_copy(f->out, FMOE_F32), *dx = tensor_copy(b->dx, FMOE_F32),
+                *dp = tensor_copy(b->dweights, FMOE_F32);
     const double bad[] = {NAN, INFINITY, -INFINITY, 1e-40};
     for (int i = 0; i < 4; i++) {
         tensor_set(f->x, 2 * N_H + 1, bad[i]);
@@ -522,7 +534,8 @@ TEST(row31_rubbish_in_the_environment)
     for (size_t i = 0; i < sizeof rubbish / sizeof *rubbish; i++) {
         run_info(rubbish[i], text, sizeof text);
         char *first = strstr(text, "FMOE_MAX_ISA=");
-        if (!first || strstr(first + 1, "FMOE_MAX_ISA=")) TEST_FAIL("'%s' gives no single warning: %s", rubbish[i], text);
+        if (!first || strstr(first + 1, "FMOE_MAX_ISA="))
+            TEST_FAIL("'%s' gives no single warning: %s", rubbish[i], text);
         CHECK(strstr(text, "ignored") != NULL);
     }
     run_info("c", text, sizeof text);

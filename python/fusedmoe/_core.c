@@ -430,15 +430,24 @@ static PyObject *core_workspace_bytes(PyObject *self, PyObject *const *args, Py_
     return s == FMOE_OK ? PyLong_FromSize_t(bytes) : fail(s);
 }
 
+/* With a tensor (on the CPU): clear what the run will not write, so that equal calls save equal bytes. */
 static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
-    if (n != 2) return PyErr_Format(PyExc_TypeError, "saved_bytes(plan, T)");
+    if (n != 2 && n != 3) return PyErr_Format(PyExc_TypeError, "saved_bytes(plan, T, tensor=None)");
     fmoe_plan plan = PyLong_AsUnsignedLongLong(args[0]);
     long long tokens = PyLong_AsLongLong(args[1]);
     size_t bytes = 0;
     if (PyErr_Occurred()) return NULL;
     fmoe_status s = fmoe_saved_bytes(plan, tokens, &bytes);
-    return s == FMOE_OK ? PyLong_FromSize_t(bytes) : fail(s);
+    if (s != FMOE_OK) return fail(s);
+    if (n == 3) {
+        call c = {.tensors = c.on_stack, .capacity = 1};
+        const fmoe_tensor *t = take(&c, args[2]);
+        if (t && t->device.type == FMOE_CPU && tensor_bytes(t) > bytes) memset((char *)t->data + bytes, 0, tensor_bytes(t) - bytes);
+        release(&c);
+        if (!t) return NULL;
+    }
+    return PyLong_FromSize_t(bytes);
 }
 
 static PyObject *core_describe(PyObject *self, PyObject *arg) {
@@ -513,7 +522,7 @@ static PyMethodDef methods[] = {
     {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, act, flags, alpha, limit, rule, threads)"},
     {"plan_destroy", core_plan_destroy, METH_O, "plan_destroy(plan)"},
     {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL, "workspace_bytes(plan, pass, T)"},
-    {"saved_bytes", (PyCFunction)(void (*)(void))core_saved_bytes, METH_FASTCALL, "saved_bytes(plan, T)"},
+    {"saved_bytes", (PyCFunction)(void (*)(void))core_saved_bytes, METH_FASTCALL, "saved_bytes(plan, T, tensor=None)"},
     {"describe", core_describe, METH_O, "describe(plan): which kernels will run and why"},
     {"info", core_info, METH_NOARGS, "What this machine and this library have"},
     {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},

@@ -387,9 +387,7 @@ def _experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
     """The layer, and the state its backward needs. saved: experts_saved(...)."""
     plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     out, saved = _like(x), _saved(x, *saved)
-    used = _core.saved_bytes(plan, x.shape[0])
-    if used < saved.numel():
-        saved[used:].zero_()
+    _core.saved_bytes(plan, x.shape[0], saved)
     _call(_core.EXPERTS_FORWARD, plan, 0, x.shape[0], x.device, _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out,
           saved)  # fmt: skip
     return out, saved

@@ -22,8 +22,7 @@ fmoe_status fmoe_cuda_launched(const char *what)
 
 fmoe_status plan_report(const Plan *plan)
 {
-    static const bool serial = getenv("FMOE_SERIAL") != nullptr;
-    fmoe_cuda_overlap = plan->cc >= 90 && !serial;
+    fmoe_cuda_overlap = plan->cc >= 90;
     volatile DeviceError *e = plan->error;
     const uint32_t code = e->code;
     if (!code) return FMOE_OK;
@@ -133,15 +132,18 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
     const Plan *plan = plan_of(p);
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
-    char line[640];
+    char line[900];
     int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s\n", plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype);
     if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
         const bool fused = p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_BIAS);
         used += snprintf(line + used, sizeof line - (size_t)used,
-                         "products: sm90 (%s), 128x256x64 tiles, 4 stages, pairs of CTAs; weights not 16-byte aligned or in scattered lists: sm80\n"
+                         "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an expert 256 features x up to 144 tokens\n"
+                         "weights that are not 16-byte aligned, or in lists without equal distances: sm80\n"
                          "activation: %s\n",
-                         plan->why, fused ? "in the products (up 128x256, dh by a warpgroup of its own) where W1 and W2 are stored [out,in]" : "separate kernels, because it is not SwiGLU without bias");
-        if (fmoe_cuda_use_decode(&plan->shape, 1)) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to 64 tokens: weight-streaming decode kernels\n");
+                         plan->why, FMOE_CUDA_TOKENS_BELOW, fused ? "in the products (up 128x256, dh by a warpgroup of its own) where W1 and W2 are stored [out,in]" : "separate kernels, because it is not SwiGLU without bias");
+        int64_t most = 0;
+        while (fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
+        if (most) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to %lld tokens: kernels that stream the weights\n", (long long)most);
     } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
         used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n", p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
                          *plan->why ? ", because: " : "", plan->why);

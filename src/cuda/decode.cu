@@ -10,7 +10,6 @@
 #include "act.cuh"
 #include "ops.cuh"
 
-#include <cstdlib>
 #include <type_traits>
 
 static constexpr int THREADS = 256, WARPS = 8, MAX_SLOTS = 1024, MAX_EXPERTS = 4096, FEW_SLOTS = 32;
@@ -227,11 +226,13 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) decode_down_one
 {
     __shared__ float part[ONE_COLS][ONE_MAX_K];
     __shared__ int64_t expert[ONE_MAX_K];
+    __shared__ float prob[ONE_MAX_K];
     depend_launch();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp & 1, column = warp / 2;
     if ((int)threadIdx.x < a.k) {
         const int64_t id = load_int(a.ids.p, a.ids.dtype, threadIdx.x * a.ids.s1);
         expert[threadIdx.x] = id >= 0 && id < a.E ? id : -1;
+        prob[threadIdx.x] = load_float(a.p.p, a.p.dtype, threadIdx.x * a.p.s1);
     }
     __syncthreads();
     const int chunks = (int)(a.I / 256), k = a.k;
@@ -274,7 +275,7 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) decode_down_one
             T *out = (T *)a.out + n0 + threadIdx.x;
             float s = a.add ? to_float(*out) : 0.f;
             for (int j = 0; j < k; j++)
-                if (expert[j] >= 0) s = fmaf(load_float(a.p.p, a.p.dtype, j * a.p.s1), part[threadIdx.x][j], s);
+                if (expert[j] >= 0) s = fmaf(prob[j], part[threadIdx.x][j], s);
             *out = from_float<T>(s);
         }
         __syncthreads();
@@ -323,15 +324,13 @@ template <class T, int NT> static void run_many(const DecodeArgs &a, int sms, cu
 template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
 {
     if (a.R <= FEW_SLOTS) run_many<T, 1>(a, sms, s);
-    else if (a.T <= 16) run_many<T, 2>(a, sms, s);
-    else run_many<T, 4>(a, sms, s);
+    else run_many<T, 2>(a, sms, s);
 }
 
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, float *y_rows)
 {
     const Plan *plan = plan_of(p);
     const int64_t T = args->x->shape[0];
-    if (getenv("FMOE_NODECODE")) return false;
     if (!fmoe_cuda_use_decode(&plan->shape, T) || (p->d.flags & (FMOE_BIAS | FMOE_INTERLEAVED)) || !args->w.w1 || !args->w.w2) return false;
     const fmoe_tensor *w1 = args->w.w1, *w2 = args->w.w2;
     const size_t size = 2;

@@ -1,24 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // dh_sm90.cu - the fused backward product: dout . W2, the slope of SwiGLU, p*a and dp.
 #include "gemm_sm90.cuh"
-#include "tokens_sm90.cuh"
 
 // 256 columns do not fit the registers of 512 threads.
 template <class T> using Dh192 = Config<T, 128, 192, 4, A_GATHER, B_NMAJOR, EPI_DGLU>;
 template <class T> using Dh128 = Config<T, 128, 128, 6, A_GATHER, B_NMAJOR, EPI_DGLU>;
 
-template <class T> using TokDh = TokenConfig<T, W_NMAJOR, true, TOK_DGLU>;
-
 template <class T> static cudaError_t setup()
 {
-    cudaError_t e = sm90_setup_one<Dh192<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokDh<T>>();
+    const cudaError_t e = sm90_setup_one<Dh192<T>>();
     return e == cudaSuccess ? sm90_setup_one<Dh128<T>>() : e;
 }
 
 template <class T> static cudaError_t launch(Sm90Product product, Sm90Args &a, int sms, cudaStream_t s)
 {
-    if (a.tokens) return tokens_launch_one<TokDh<T>>(a, sms, s);
     if (product == SM90_DH_192) return sm90_launch_one<Dh192<T>>(a, sms, s);
     return sm90_launch_one<Dh128<T>>(a, sms, s);
 }

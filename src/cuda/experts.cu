@@ -76,7 +76,7 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, bool recompute)
     b.dxr = take_rows(c, l, fmoe_max(l.H, 2 * l.I));
     b.pa = b.dxr;
     b.da = b.dxr ? (char *)b.dxr + (size_t)l.rows * (size_t)l.I * size : nullptr;
-    b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 63) / 64), 4);
+    b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
     if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
     return b;
 }

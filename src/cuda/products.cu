@@ -4,12 +4,6 @@
 
 #include "sm90.cuh"
 
-#include <cstdlib>
-static int tokens_mode(const Layer &l)
-{
-    static const int m = getenv("FMOE_T") ? atoi(getenv("FMOE_T")) : -1;
-    return m >= 0 ? m : fmoe_cuda_use_tokens(l.R, l.E) ? 11 : 0;
-}
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
 static bool done(Layer &l, cudaError_t e)
@@ -126,8 +120,8 @@ static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, in
             ok = m.ok && (i == 0 || m.n_major == n_major);
             n_major = m.n_major;
         }
-        // Parts of the contraction that are not whole steps need the third dimension, which the tokens kernel has; biases too.
-        a.tokens = (tokens_mode(l) >> (n_major ? 3 : 1)) & 1 || (K / parts) % 64 != 0 || b.p;
+        // Gathered rows, biases, and parts of the contraction that are not whole steps are the tokens kernel's.
+        a.tokens = gathered || fmoe_cuda_use_tokens(l.R, l.E) || (K / parts) % 64 != 0 || b.p;
         if (gathered) ok = ok && gather_ok(l, x, ldx) && K % 64 == 0;
         else ok = ok && (a.tokens ? rows_map(&a.a, l, x, K, parts, 64) && rows_map(&a.a16, l, x, K, parts, 16) : rows_map2(&a.a, l, x, K, 64));
         ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, N, 1, 16) : rows_map2(&a.d[0], l, out, N, 16));
@@ -195,7 +189,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, v
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
     const int64_t half = ((char *)w1.part[1].p - (char *)w1.part[0].p) / 2;
-    a.tokens = (tokens_mode(l) & 1) || l.I % 64 != 0;
+    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0;
     bool ok;
     if (a.tokens)
         ok = sm90_map_glu(&a.b[0], l.dtype, w1.part[0].p, l.H, l.I, l.E, w1.part[0].r, half, w1.part[0].g) && rows_map(&a.d[0], l, a_out, l.I, 1, 16) &&
@@ -235,8 +229,7 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const vo
     a.pa = pa;
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
-    a.tokens = (tokens_mode(l) >> 2) & 1;
-    const int tile = a.tokens ? 64 : fmoe_cuda_dh_tile(l.I);
+    const int tile = fmoe_cuda_dh_tile(l.I);
     done(l, sm90_launch(tile == 192 ? SM90_DH_192 : SM90_DH_128, l.dtype, 0, a, l.plan->sms, l.stream));
     return (int)((l.I + tile - 1) / tile);
 }

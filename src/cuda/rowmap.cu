@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int
         for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
 }
 
-__global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, int64_t R, int64_t k, int E, uint32_t flags,
-                                                           int chunk, int warps, RowMap m)
+// WARPS of the block share the slots; with very many experts fewer of them, since each has a counter for every expert.
+template <int WARPS> __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, int64_t R, int64_t k, int E, uint32_t flags, int chunk, RowMap m)
 {
     extern __shared__ int next[]; // [warps][E]: the next row of each expert for each warp
     depend_wait();
@@ -143,25 +143,27 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
     const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
     if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[m.off[E] + threadIdx.x] = 0; // a tile may look past the last row
     for (int64_t base = begin; base < end; base += kSub) {
-        const int per = kSub / warps; // slots a warp takes, in order
-        int ex[kSub / 32];
-        for (int e = threadIdx.x; e < warps * E; e += blockDim.x) next[e] = 0;
+        constexpr int per = kSub / WARPS, rounds = per / 32; // slots a warp takes, in order
+        int ex[rounds];
+        unsigned same[rounds];
+        for (int e = threadIdx.x; e < WARPS * E; e += blockDim.x) next[e] = 0;
         __syncthreads();
         int *mine = next + (int64_t)w * E;
-        if (w < warps)
-            for (int r = 0; r < per / 32; r++) {
+        if (w < WARPS)
+#pragma unroll
+            for (int r = 0; r < rounds; r++) {
                 const int64_t i = base + w * per + r * 32 + lane;
                 const int e = i < end ? slot_expert(ids, i, k, E, flags, nullptr) : -1;
                 ex[r] = e;
-                const unsigned same = __match_any_sync(~0u, e);
-                if (e >= 0 && lane == __ffs(same) - 1) mine[e] += __popc(same);
+                same[r] = __match_any_sync(~0u, e);
+                if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
                 __syncwarp();
             }
         __syncthreads();
         int *part = m.part + (int64_t)blockIdx.x * E;
         for (int e = threadIdx.x; e < E; e += blockDim.x) {
             int run = m.off[e] + part[e];
-            for (int q = 0; q < warps; q++) {
+            for (int q = 0; q < WARPS; q++) {
                 const int n = next[(int64_t)q * E + e];
                 next[(int64_t)q * E + e] = run;
                 run += n;
@@ -169,15 +171,15 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
             part[e] = run - m.off[e];
         }
         __syncthreads();
-        if (w < warps)
-            for (int r = 0; r < per / 32; r++) {
+        if (w < WARPS)
+#pragma unroll
+            for (int r = 0; r < rounds; r++) {
                 const int64_t i = base + w * per + r * 32 + lane;
                 const int e = ex[r];
-                const unsigned same = __match_any_sync(~0u, e);
                 int row = -1;
-                if (e >= 0) row = mine[e] + __popc(same & ((1u << lane) - 1));
+                if (e >= 0) row = mine[e] + __popc(same[r] & ((1u << lane) - 1));
                 __syncwarp();
-                if (e >= 0 && lane == __ffs(same) - 1) mine[e] += __popc(same);
+                if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
                 __syncwarp();
                 if (i >= end) continue;
                 if (m.slot) m.slot[i] = row;
@@ -211,7 +213,8 @@ void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const
     if (blocks) launch_overlapped(sort_count, dim3(blocks), kSortThreads, E * 4, 1, s, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
     launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
     if (!blocks) return;
-    launch_overlapped(sort_place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, warps, m);
+    const auto place = warps == 8 ? sort_place<8> : warps == 4 ? sort_place<4> : warps == 2 ? sort_place<2> : sort_place<1>;
+    launch_overlapped(place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, m);
 }
 
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }

@@ -6,20 +6,20 @@
 template <class T> using RowsK = Config<T, 128, 256, 4, A_ROWS, B_KMAJOR, EPI_STORE>;
 template <class T> using RowsN = Config<T, 128, 256, 4, A_ROWS, B_NMAJOR, EPI_STORE>;
 
-template <class T> using TokRowsK = TokenConfig<T, W_KMAJOR, false, TOK_STORE>;
-template <class T> using TokRowsN = TokenConfig<T, W_NMAJOR, false, TOK_STORE>;
+template <class T> using TokensRowsK = TokenConfig<T, W_KMAJOR, false, TOK_STORE>;
+template <class T> using TokensRowsN = TokenConfig<T, W_NMAJOR, false, TOK_STORE>;
 
 template <class T> static cudaError_t setup()
 {
     cudaError_t e = sm90_setup_one<RowsK<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokRowsK<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokRowsN<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokensRowsK<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokensRowsN<T>>();
     return e == cudaSuccess ? sm90_setup_one<RowsN<T>>() : e;
 }
 
 template <class T> static cudaError_t launch(Sm90Product product, Sm90Args &a, int sms, cudaStream_t s)
 {
-    if (a.tokens) return product == SM90_ROWS_K ? tokens_launch_one<TokRowsK<T>>(a, sms, s) : tokens_launch_one<TokRowsN<T>>(a, sms, s);
+    if (a.tokens) return product == SM90_ROWS_K ? tokens_launch_one<TokensRowsK<T>>(a, sms, s) : tokens_launch_one<TokensRowsN<T>>(a, sms, s);
     if (product == SM90_ROWS_K) return sm90_launch_one<RowsK<T>>(a, sms, s);
     return sm90_launch_one<RowsN<T>>(a, sms, s);
 }

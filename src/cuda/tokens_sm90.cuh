@@ -11,23 +11,22 @@
 #include "wgmma.cuh"
 
 enum WeightSource { W_KMAJOR, W_GLU, W_NMAJOR }; // [feature, k]; the same, 8 gates and 8 ups in turn; [k, feature]
-enum TokenEpilogue { TOK_STORE, TOK_GLU, TOK_DGLU };
+enum TokenEpilogue { TOK_STORE, TOK_GLU };
 
 template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
     typedef T_ T;
     static constexpr WeightSource W = W_;
     static constexpr bool GATHER = GATHER_;
     static constexpr TokenEpilogue EPI = EPI_;
-    static constexpr bool EPI_WG = EPI == TOK_DGLU;
-    static constexpr int STAGES = 4, MAX_UNITS = EPI_WG ? 6 : 9, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
+    static constexpr int STAGES = 4, MAX_UNITS = 9, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
     static constexpr int COLS = W == W_GLU ? 128 : 256; // features of the result in a tile
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
-    static constexpr int PIECE = 3;                                             // units staged at a time
-    static constexpr int STAGING = EPI_WG ? 2 * MAX_N * 128 : 2 * PIECE * 2048; // bytes of a consumer warpgroup
-    static constexpr int THREADS = EPI_WG ? 512 : 384;
+    static constexpr int PIECE = 3;                  // units staged at a time
+    static constexpr int STAGING = 2 * PIECE * 2048; // bytes of a consumer warpgroup
+    static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 88 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 208 : 232, REG_EPILOGUE = 152;
+    static constexpr int REG_PRODUCER = GATHER ? 88 : 40, REG_CONSUMER = GATHER ? 208 : 232;
     static constexpr int GROUP = 8;
 };
 
@@ -242,11 +241,9 @@ template <class C> struct TokenConsumer {
         case 4: return multiply<4>(steps);
         case 5: return multiply<5>(steps);
         case 6: return multiply<6>(steps);
-        }
-        if constexpr (C::MAX_UNITS > 6) {
-            if (units == 7) return multiply<7>(steps);
-            if (units == 8) return multiply<8>(steps);
-            multiply<9>(steps);
+        case 7: return multiply<7>(steps);
+        case 8: return multiply<8>(steps);
+        default: return multiply<9>(steps);
         }
     }
     // Up to PIECE units of 64 features: write(buffer of the unit, index of the unit) by every warp, then one TMA store a unit.
@@ -319,27 +316,11 @@ template <class C> struct TokenConsumer {
             }
         }
     }
-    // The whole tile in 16 bits for the epilogue warpgroup: [2][MAX_N tokens][64 features].
-    DEV void hand_over(const TokenTile &t, uint32_t tile_full)
-    {
-#pragma unroll
-        for (int m = 0; m < 2; m++)
-#pragma unroll
-            for (int u = 0; u < C::MAX_UNITS; u++)
-                if (u < t.units) {
-                    const float *v = acc[m] + 8 * u;
-                    stmatrix4_t(block_address(staging + m * C::MAX_N * 128 + u * 2048, 2 * warp, 2 * warp + 1, lane), pack2<T>(v[0], v[1]), pack2<T>(v[4], v[5]), pack2<T>(v[2], v[3]),
-                                pack2<T>(v[6], v[7]));
-                }
-        __syncwarp();
-        if (lane == 0) mbar_arrive(tile_full + 8 * wg);
-    }
-    DEV void run(uint32_t tile_full, uint32_t tile_empty)
+    DEV void run()
     {
         TokenScheduler<C> sched(p);
         const int steps = p.k_steps * p.parts;
         TokenTile t;
-        uint32_t handed = 0;
         while (sched.next(t)) {
             if (!t.live) {
                 for (int k = 0; k < steps; k++) {
@@ -350,103 +331,25 @@ template <class C> struct TokenConsumer {
                 continue;
             }
             multiply_any(t.units, steps);
-            if constexpr (C::EPI_WG) {
-                mbar_wait(tile_empty + 8 * wg, (handed++ & 1) ^ 1);
-                hand_over(t, tile_full);
-            } else store(t);
+            store(t);
         }
-        if (!C::EPI_WG && warp == 0 && lane == 0) tma_wait<0>();
+        if (warp == 0 && lane == 0) tma_wait<0>();
     }
 };
-
-// From d = W2^T dout (16 bits, in shared memory) and h to dh, p*a and parts of dp = <d, a>. A warp takes blocks of 16 tokens x 64
-// columns in turn; 8 lanes of 16 bytes are one row of a block, so whole 128-byte lines are read and written.
-template <class C> DEV void token_epilogue(const Sm90Args &p, TokenRing ring, uint32_t tile_full, uint32_t tile_empty)
-{
-    typedef typename C::T T;
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
-    const T *h = (const T *)p.h_in;
-    T *dh = (T *)p.dh, *pa = (T *)p.pa;
-    TokenScheduler<C> sched(p);
-    TokenTile t;
-    uint32_t taken = 0;
-    while (sched.next(t)) {
-        if (!t.live) continue;
-        uint4 hg[4], hu[4];
-        // Block i of this warp: half m = i / units of the 128 features of warpgroup wg, unit i % units.
-        auto load_h = [&](int wg, int i) {
-            const int m = i >= t.units, col = t.n0 + 128 * wg + 64 * m + lc;
-            if (col >= p.N) return;
-            const T *q = h + (size_t)(t.row0 + 16 * (i - m * t.units) + lr) * 2 * p.N + col;
-#pragma unroll
-            for (int j = 0; j < 4; j++, q += 8 * (size_t)p.N) hg[j] = __ldcs((const uint4 *)q), hu[j] = __ldcs((const uint4 *)(q + p.N));
-        };
-        const int blocks = 2 * t.units;
-        if (warp < blocks) load_h(0, warp);
-        for (int wg = 0; wg < 2; wg++) {
-            mbar_wait(tile_full + 8 * wg, taken & 1);
-            for (int i = warp; i < blocks; i += 4) {
-                const int m = i >= t.units, unit = i - m * t.units, col = t.n0 + 128 * wg + 64 * m + lc, row = t.row0 + 16 * unit;
-                const uint32_t d = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + m * C::MAX_N * 128 + unit * 2048;
-                uint4 g4[4], u4[4];
-                float prob[4], dot[4] = {0, 0, 0, 0};
-#pragma unroll
-                for (int j = 0; j < 4; j++) g4[j] = hg[j], u4[j] = hu[j], prob[j] = p.prob[row + 4 * j + lr];
-                if (i + 4 < blocks) load_h(wg, i + 4);
-                else if (wg == 0) load_h(1, warp);
-                if (col < p.N)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const uint4 X = load_shared16(row_address(d, j, lane));
-                        const uint32_t x4[4] = {X.x, X.y, X.z, X.w}, gw[4] = {g4[j].x, g4[j].y, g4[j].z, g4[j].w}, uw[4] = {u4[j].x, u4[j].y, u4[j].z, u4[j].w};
-                        uint32_t og[4], ou[4], oa[4];
-#pragma unroll
-                        for (int q = 0; q < 4; q++) {
-                            const float2 x = unpack2<T>(x4[q]), g = unpack2<T>(gw[q]), u = unpack2<T>(uw[q]);
-                            const float sx = sigmoid_fast(g.x), sy = sigmoid_fast(g.y), lx = g.x * sx, ly = g.y * sy; // silu
-                            const float ax = lx * u.x, ay = ly * u.y, dx = x.x * prob[j], dy = x.y * prob[j];
-                            dot[j] += x.x * ax + x.y * ay;
-                            oa[q] = pack2<T>(ax * prob[j], ay * prob[j]);
-                            ou[q] = pack2<T>(dx * lx, dy * ly);
-                            og[q] = pack2<T>(dx * u.x * (sx + lx * (1.f - sx)), dy * u.y * (sy + ly * (1.f - sy)));
-                        }
-                        const size_t r = row + 4 * j + lr;
-                        T *o = dh + r * 2 * p.N + col;
-                        *(uint4 *)o = make_uint4(og[0], og[1], og[2], og[3]);
-                        *(uint4 *)(o + p.N) = make_uint4(ou[0], ou[1], ou[2], ou[3]);
-                        *(uint4 *)(pa + r * p.N + col) = make_uint4(oa[0], oa[1], oa[2], oa[3]);
-                    }
-                if (t.n0 + 128 * wg + 64 * m < p.N)
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        dot[j] += __shfl_xor_sync(~0u, dot[j], 1);
-                        dot[j] += __shfl_xor_sync(~0u, dot[j], 2);
-                        dot[j] += __shfl_xor_sync(~0u, dot[j], 4);
-                        if ((lane & 7) == 0) p.dp[(size_t)(t.n0 / 64 + 2 * wg + m) * p.dp_pitch + row + 4 * j + lr] = dot[j];
-                    }
-            }
-            __syncwarp();
-            if (lane == 0) mbar_arrive(tile_empty + 8 * wg);
-        }
-        taken++;
-    }
-}
 
 template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_kernel(const __grid_constant__ Sm90Args p)
 {
     extern __shared__ __align__(1024) uint8_t smem[];
     const uint32_t base = smem_u32(smem), control = base + C::CONTROL;
     const TokenRing ring = {base, control, control + 64};
-    const uint32_t tile_full = control + 128, tile_empty = control + 192;
     if (threadIdx.x == 0) {
         for (int s = 0; s < C::STAGES; s++) {
             mbar_init(ring.full + 8 * s, C::GATHER ? 129 : 1);
             mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
         }
-        for (int i = 0; i < 2; i++) mbar_init(tile_full + 8 * i, 4), mbar_init(tile_empty + 8 * i, 4);
         fence_barrier_init();
         tma_prefetch(&p.b[0]);
-        if (!C::EPI_WG) tma_prefetch(&p.d[0]);
+        tma_prefetch(&p.d[0]);
     }
     depend_launch();
     depend_wait();
@@ -457,12 +360,9 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
     if (threadIdx.x < 128) {
         registers_down<C::REG_PRODUCER>();
         token_producer<C>(p, ring);
-    } else if (!C::EPI_WG || threadIdx.x < 384) {
+    } else {
         registers_up<C::REG_CONSUMER>();
-        TokenConsumer<C>(p, ring).run(tile_full, tile_empty);
-    } else if constexpr (C::EPI_WG) {
-        registers_up<C::REG_EPILOGUE>();
-        token_epilogue<C>(p, ring, tile_full, tile_empty);
+        TokenConsumer<C>(p, ring).run();
     }
     __syncthreads();
     cluster_sync();

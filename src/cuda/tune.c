@@ -45,12 +45,15 @@ int fmoe_cuda_dh_tile(int64_t I)
     return wide * 100 <= narrow * 104 ? 192 : 128; /* 192 is about 4 % faster per column */
 }
 
-int fmoe_cuda_use_tokens(int64_t R, int64_t E) { return R < 400 * E; }
+int fmoe_cuda_use_tokens(int64_t R, int64_t E) { return R < FMOE_CUDA_TOKENS_BELOW * E; }
 
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 {
     const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;
-    return T >= 1 && T <= 64 && T * s->k <= 1024 && half && s->gated && s->H % 256 == 0 && s->I % 256 == 0 && s->E <= 4096 && s->cc >= 80;
+    const int64_t R = T * s->k;
+    /* With more than about one row an expert the tensor cores win: 308 us against 395 at T = 32 of Qwen3-30B-A3B. */
+    const int few = T >= 1 && T <= 64 && R <= 1024 && (R <= s->E || R <= 32);
+    return few && half && s->gated && s->H % 256 == 0 && s->I % 256 == 0 && s->E <= 4096 && s->cc >= 80;
 }
 
 int fmoe_cuda_sort_chunk(int64_t R)

@@ -38,9 +38,10 @@ int fmoe_cuda_dh_tile(int64_t I);
 
 /* Whether rows times weights run with the tokens on the N side of the product: exact in steps of 16 rows, but 5 % slower a
  * row, so for few rows an expert. */
+enum { FMOE_CUDA_TOKENS_BELOW = 400 }; /* rows an expert */
 int fmoe_cuda_use_tokens(int64_t R, int64_t E);
 
-/* Whether T tokens go to the weight-streaming decode kernels (inference only). */
+/* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
 /* Slots a block of the counting sort takes, so that there are at most 512 blocks. */

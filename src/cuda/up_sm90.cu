@@ -4,33 +4,23 @@
 #include "tokens_sm90.cuh"
 
 template <class T> using UpGlu = Config<T, 128, 256, 4, A_GATHER, B_GLU, EPI_GLU>;
-template <class T> using GatherK = Config<T, 128, 256, 4, A_GATHER, B_KMAJOR, EPI_STORE>;
-template <class T> using GatherN = Config<T, 128, 256, 4, A_GATHER, B_NMAJOR, EPI_STORE>;
-
-template <class T> using TokUpGlu = TokenConfig<T, W_GLU, true, TOK_GLU>;
-template <class T> using TokGatherK = TokenConfig<T, W_KMAJOR, true, TOK_STORE>;
-template <class T> using TokGatherN = TokenConfig<T, W_NMAJOR, true, TOK_STORE>;
+template <class T> using TokensUpGlu = TokenConfig<T, W_GLU, true, TOK_GLU>;
+template <class T> using TokensGatherK = TokenConfig<T, W_KMAJOR, true, TOK_STORE>;
+template <class T> using TokensGatherN = TokenConfig<T, W_NMAJOR, true, TOK_STORE>;
 
 template <class T> static cudaError_t setup()
 {
     cudaError_t e = sm90_setup_one<UpGlu<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokUpGlu<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokGatherK<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokGatherN<T>>();
-    if (e == cudaSuccess) e = sm90_setup_one<GatherK<T>>();
-    return e == cudaSuccess ? sm90_setup_one<GatherN<T>>() : e;
+    if (e == cudaSuccess) e = tokens_setup_one<TokensUpGlu<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokensGatherK<T>>();
+    return e == cudaSuccess ? tokens_setup_one<TokensGatherN<T>>() : e;
 }
 
 template <class T> static cudaError_t launch(Sm90Product product, Sm90Args &a, int sms, cudaStream_t s)
 {
-    if (a.tokens) {
-        if (product == SM90_UP_GLU) return tokens_launch_one<TokUpGlu<T>>(a, sms, s);
-        if (product == SM90_GATHER_K) return tokens_launch_one<TokGatherK<T>>(a, sms, s);
-        return tokens_launch_one<TokGatherN<T>>(a, sms, s);
-    }
-    if (product == SM90_UP_GLU) return sm90_launch_one<UpGlu<T>>(a, sms, s);
-    if (product == SM90_GATHER_K) return sm90_launch_one<GatherK<T>>(a, sms, s);
-    return sm90_launch_one<GatherN<T>>(a, sms, s);
+    if (product == SM90_UP_GLU) return a.tokens ? tokens_launch_one<TokensUpGlu<T>>(a, sms, s) : sm90_launch_one<UpGlu<T>>(a, sms, s);
+    if (product == SM90_GATHER_K) return tokens_launch_one<TokensGatherK<T>>(a, sms, s);
+    return tokens_launch_one<TokensGatherN<T>>(a, sms, s);
 }
 
 cudaError_t sm90_setup_gather()

@@ -47,12 +47,12 @@ static void one_route()
     Pair p(d);
     Tensor logits, bias, ids, weights, bad, dweights, dlogits;
     logits.init(FMOE_F32, {T, d.E}, {}, coin() ? 3 : 0);
-    // Distinct, well separated values, so that rounding cannot change the choice.
+    // Distinct multiples of 1/128, whose sums with the biases are exact in f32 too: rounding cannot change the choice.
     for (int64_t t = 0; t < T; t++) {
         std::vector<int64_t> perm((size_t)d.E);
         for (int64_t e = 0; e < d.E; e++) perm[(size_t)e] = e;
         for (int64_t e = d.E - 1; e > 0; e--) std::swap(perm[(size_t)e], perm[(size_t)pick(0, e)]);
-        for (int64_t e = 0; e < d.E; e++) logits.ref[(size_t)(t * logits.strides[0] + e)] = (double)(float)((double)perm[(size_t)e] * (6.0 / (double)d.E) - 3);
+        for (int64_t e = 0; e < d.E; e++) logits.ref[(size_t)(t * logits.strides[0] + e)] = ((double)perm[(size_t)e] - (double)(d.E / 2)) / 128;
     }
     for (auto &v : logits.ref)
         if (std::isnan(v)) v = 0;

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from common import V5
 
 if not V5:

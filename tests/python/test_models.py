@@ -197,3 +197,33 @@ def test_v4_idle_experts_get_zero_gradients():
     ids = torch.full((1, 2), 5)
     model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "experts" in n)
+
+
+@pytest.mark.skipif(V5, reason="v4")
+def test_v4_keeps_hooks_and_modes():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = tiny("Qwen3Moe").train()
+    block = model.model.layers[0].mlp
+    seen = []
+
+    class Count(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(module)
+            return args, kwargs
+
+    hooks.add_hook_to_module(block, Count())
+    model.model.layers[1].mlp.gate.eval()
+    want = step(model, IDS)
+    fusedmoe.apply(model)
+    assert block.training and not model.model.layers[1].mlp.gate.training
+    assert worst(step(model, IDS), want) <= 1e-5 and len(seen) == 2
+    assert worst(step(fusedmoe.unapply(model), IDS), want) == 0.0 and len(seen) == 3
+
+
+@pytest.mark.skipif(V5, reason="v4")
+def test_v4_what_cannot_be_proven_is_left_alone(caplog):
+    model = tiny("Qwen3Moe")
+    for p in model.parameters():
+        p.data.zero_()
+    assert fusedmoe.apply(model) is model
+    assert "left as it is" in caplog.text and "unchanged" in caplog.text

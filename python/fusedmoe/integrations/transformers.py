@@ -149,7 +149,7 @@ def _close(a: Any, b: Any) -> bool:
     a, b = (t[0] if isinstance(t, tuple) else t for t in (a, b))
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(b.dtype, 3e-2)
     a, b = a.double().reshape(-1), b.double().reshape(-1)
-    return a.shape == b.shape and bool((a - b).norm() <= tolerance * b.norm() + 1e-30)
+    return a.shape == b.shape and bool(b.norm() > 0) and bool((a - b).norm() <= tolerance * b.norm())
 
 
 def _probe(weight: Tensor, tokens: int, width: int) -> Tensor:
@@ -222,33 +222,32 @@ def _recipe(module: nn.Module) -> tuple[str, Callable, dict] | None:
     """How to patch a v4 module, found by structure and proven on six tokens; None: not, or not provably, ours."""
     if not isinstance(module._modules.get("experts"), nn.ModuleList) and "gate_up_proj" not in module._parameters:
         return None
-    training = module.training
+    modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:
         found = _try_list_block(module) or _try_stacked(module)
     except Exception as problem:
         say_once(f"{type(module).__name__} is left as it is: {problem}")
         found = None
-    finally:
-        module.train(training)
+    for m, training in modes:
+        m.training = training
     return found
 
 
 def _patch_v4(model: nn.Module) -> int:
-    count, known = 0, {}
+    count, recipes = 0, {}
     for module in list(model.modules()):
-        if isinstance(vars(module).get("forward"), Bound) or isinstance(vars(module).get("moe"), Bound):
+        if any(isinstance(value, Bound) for value in vars(module).values()):
             count += 1
             continue
-        kind = type(module)
-        if kind not in known:
-            known[kind] = _recipe(module)
-        recipe = known[kind]
-        if recipe is None:
-            continue
-        slot, function, options = recipe
-        setattr(module, slot, Bound(function, module, vars(module).get(slot), **options))
-        count += 1
+        if type(module) not in recipes:
+            recipes[type(module)] = _recipe(module)
+        if recipes[type(module)] is not None:
+            slot, function, options = recipes[type(module)]
+            if slot == "forward" and "_old_forward" in vars(module):
+                slot = "_old_forward"  # accelerate's hook is in forward, and calls this
+            setattr(module, slot, Bound(function, module, vars(module).get(slot), **options))
+            count += 1
     return count
 
 
@@ -289,8 +288,7 @@ def unapply(model: nn.Module) -> nn.Module:
         config._experts_implementation = implementation
     for module in model.modules():
         vars(module).pop("_fmoe_layer", None)
-        for slot in ("forward", "moe"):
-            bound = vars(module).get(slot)
+        for slot, bound in [*vars(module).items()]:
             if isinstance(bound, Bound):
                 delattr(module, slot)
                 if bound.previous is not None:

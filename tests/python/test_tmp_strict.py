@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every experts class of the installed transformers (v5), ours against its own forward: outputs and every gradient."""
+
+import importlib
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from common import V5, rel
+from fusedmoe import ops
+from fusedmoe.integrations import layers
+from fusedmoe.integrations import transformers as hf
+
+if not V5:
+    pytest.skip("transformers v4 has no ExpertsInterface", allow_module_level=True)
+hf.register()
+
+
+def classes() -> list[type]:
+    """All classes under @use_experts_implementation, read from the installed sources."""
+    found = []
+    for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
+        names = re.findall(r"@use_experts_implementation(?:\([^)]*\))?\s*\nclass (\w+)", path.read_text())
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}") if names else None
+        found += [getattr(module, name) for name in names]
+    return found
+
+
+CLASSES = classes()
+E, T, k = 8, 20, 3
+
+
+def build(cls: type, **extra):
+    sizes = dict(num_experts=E, num_local_experts=E, n_routed_experts=E, moe_num_experts=E, hidden_size=32, moe_hidden_size=32,
+                 moe_intermediate_size=13, intermediate_size=13, hidden_act="silu", hidden_activation="gelu_pytorch_tanh",
+                 mlp_hidden_act="relu2", swiglu_limit=1.0, swiglu_alpha=1.702, moe_latent_size=None, rms_norm_eps=1e-6,
+                 post_norm_eps=1e-6, _experts_implementation="eager")  # fmt: skip
+    config = types.SimpleNamespace(**{**sizes, **extra})
+    torch.manual_seed(0)
+    try:
+        module = cls(config)
+    except TypeError:
+        module = cls(config, intermediate_size=13)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    return module
+
+
+def inputs(module, tokens: int = T, dtype=torch.float32):
+    """Duplicates in a row, and one expert that nobody asks for."""
+    H = module.down_proj.shape[2 if getattr(module, "is_transposed", False) else 1]
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, H, generator=g).to(dtype).requires_grad_()
+    p = torch.rand(tokens, k, generator=g).to(dtype).requires_grad_()
+    ids = torch.randint(0, E - 1, (tokens, k), generator=g)
+    ids[::5] = ids[::5, :1]
+    return x, ids, p
+
+
+def run(module, name, x, ids, p):
+    module.config._experts_implementation = name
+    out = module(x, ids, p)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
+    return [out, *torch.autograd.grad(out, [x, p, *module.parameters()], dout, allow_unused=True, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_float32(cls):
+    module = build(cls)
+    x, ids, p = inputs(module)
+    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
+    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+    layer = layers.layer_of(module)
+    assert not layer.own and layer.act is not None  # fused, or composed around the model's norm: never left to eager
+    down = got[1 + 2 + [n for n, _ in module.named_parameters()].index("down_proj")]
+    assert float(down[E - 1].abs().max()) == 0.0  # the idle expert
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_bfloat16(cls):
+    module = build(cls)
+    for p in module.parameters():
+        p.data = p.data.bfloat16().float()
+    x, ids, p = inputs(module)
+    x, p = (t.detach().bfloat16() for t in (x, p))
+    exact = run(module.double(), "eager", x.double().requires_grad_(), ids, p.double().requires_grad_())
+    module.bfloat16()
+    x, p = x.requires_grad_(), p.requires_grad_()
+    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
+    for a, b, c in zip(got, want, exact, strict=True):
+        assert rel(a, c) <= 2 * rel(b, c)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_no_tokens_and_sentinels(cls):
+    module = build(cls)
+    x, ids, p = inputs(module, 0)
+    module.config._experts_implementation = "fusedmoe"
+    assert module(x, ids, p).shape == x.shape
+    x, ids, p = inputs(module)
+    ids[3] = ids[7, 1] = ids[-1] = E
+    got = run(module, "fusedmoe", x, ids, p)
+    kept = ids < E
+    want = run(module, "fusedmoe", x, ids.clamp(max=E - 1), (p * kept).detach().requires_grad_())
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if i == 2:
+            assert float(a[~kept].abs().max()) == 0.0
+            a, b = a[kept], b[kept]
+        assert a.isfinite().all() and rel(a, b) <= 1e-5
+
+
+def test_every_class_was_found():
+    from transformers.integrations import moe
+
+    marked = sum(path.read_text().count("\n@use_experts_implementation")
+                 for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"))  # fmt: skip
+    assert len(CLASSES) == marked > 20 and "fusedmoe" in moe.ALL_EXPERTS_FUNCTIONS
+
+
+QWEN = next(c for c in CLASSES if c.__name__ == "Qwen3MoeExperts")
+
+
+def test_unknown_flag_goes_to_its_own_forward(caplog):
+    module = build(QWEN)
+    x, ids, p = inputs(module)
+    want = run(module, "eager", x, ids, p)
+    run(module, "fusedmoe", x, ids, p)
+    module.has_second_thoughts = True
+    got = run(module, "fusedmoe", x, ids, p)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert "has_second_thoughts" in caplog.text and "QwenMoeExperts" not in caplog.text
+
+
+def test_unknown_activation_is_the_models_own():
+    module = build(QWEN)
+    module.act_fn = torch.nn.Mish()
+    x, ids, p = inputs(module)
+    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
+    assert layers.layer_of(module).act is None
+    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+
+
+def test_a_changed_activation_is_noticed():
+    module = build(QWEN)
+    x, ids, p = inputs(module)
+    run(module, "fusedmoe", x, ids, p)
+    for act in (torch.nn.GELU(), torch.nn.ReLU(), torch.nn.Mish()):
+        module.act_fn = act
+        want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
+        assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+
+
+def test_an_activation_is_known_by_its_result():
+    class Mine(QWEN):
+        def _apply_gate(self, h):
+            g, u = h.chunk(2, dim=-1)
+            return u.clamp(-3.0, 3.0) * torch.nn.functional.silu(g.clamp(max=3.0))
+
+    module = build(Mine)
+    module.swiglu_limit = 3.0
+    x, ids, p = inputs(module)
+    want, got = (run(module, name, x, ids, p) for name in ("batched_mm", "fusedmoe"))
+    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+    layer = layers.layer_of(module)
+    assert (layer.act, layer.limit) == (ops.SWIGLU_CLAMP, 3.0)
+
+
+def test_weights_that_are_computed():
+    """PEFT shows the module W + dW, a tensor that is not a parameter."""
+    from torch.nn.utils import parametrize
+
+    class Plus(torch.nn.Module):
+        def __init__(self, shape):
+            super().__init__()
+            self.delta = torch.nn.Parameter(torch.randn(shape) * 0.1)
+
+        def forward(self, w):
+            return w + self.delta
+
+    module = build(QWEN)
+    for name in ("gate_up_proj", "down_proj"):
+        parametrize.register_parametrization(module, name, Plus(getattr(module, name).shape))
+    x, ids, p = inputs(module)
+    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
+    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+
+
+def test_replace_default():
+    from transformers.integrations.moe import ExpertsInterface
+
+    before = dict(ExpertsInterface._global_mapping)
+    try:
+        hf.register(replace_default=True)
+        assert ExpertsInterface._global_mapping["grouped_mm"] is hf.experts_forward
+        module = build(QWEN)
+        x, ids, p = inputs(module)
+        assert rel(run(module, "batched_mm", x, ids, p)[0], run(module, "eager", x, ids, p)[0]) <= 1e-5
+    finally:
+        ExpertsInterface._global_mapping.clear()
+        ExpertsInterface._global_mapping.update(before)
+
+
+def test_quantized_experts_keep_their_own_forward(caplog):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    hf.register()
+    if hasattr(fp8, "FP8ExpertsInterface"):
+        assert fp8.FP8ExpertsInterface._global_mapping["fusedmoe"] is hf.experts_forward
+    module = build(QWEN)
+    x, ids, p = inputs(module)
+    called = []
+
+    class Quantized(QWEN):
+        def forward(self, *args):
+            return hf.experts_forward(self, *args)
+
+        forward.__wrapped__ = lambda self, *args: called.append(args) or args[0]
+
+    module.__class__ = Quantized
+    for w in module.parameters():
+        w.requires_grad_(False)
+        w.data = w.data.to(torch.float8_e4m3fn)
+    assert module(x, ids, p) is x and called
+    assert "Quantized" in caplog.text and "own forward" in caplog.text

@@ -25,7 +25,7 @@ typedef struct fmoe_backend {
     fmoe_status (*plan_init)(fmoe_plan_impl *p);
     void (*plan_fini)(fmoe_plan_impl *p);
 
-    /* Workspace of one pass on T tokens (rows), and what the forward keeps. */
+    /* Workspace of one pass on T tokens (rows), and what the forward keeps. workspace is NULL when only the latter is asked. */
     fmoe_status (*bytes)(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 
     /* snprintf-like: which kernels and why, lines ending in \n. */

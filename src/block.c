@@ -74,14 +74,14 @@ static int wide_dtype(const fmoe_plan_impl *p) { return p->d.dtype == FMOE_F64 ?
 
 static fmoe_status carve_state(const fmoe_plan_impl *p, int64_t T, bool keep, fmoe_carve *c, block_state *s)
 {
-    size_t ignored, bytes = 0;
+    size_t bytes = 0;
     if (keep) {
-        FMOE_TRY(fmoe_plan_bytes(p->part[PART_EXPERTS], FMOE_FORWARD, T, &ignored, &bytes));
+        FMOE_TRY(fmoe_plan_bytes(p->part[PART_EXPERTS], FMOE_FORWARD, T, NULL, &bytes));
         s->experts = fmoe_carve_take(c, (int64_t)bytes, 1);
     }
     if (!p->part[PART_SHARED]) return FMOE_OK;
     if (keep) {
-        FMOE_TRY(fmoe_plan_bytes(p->part[PART_SHARED], FMOE_FORWARD, T, &ignored, &bytes));
+        FMOE_TRY(fmoe_plan_bytes(p->part[PART_SHARED], FMOE_FORWARD, T, NULL, &bytes));
         s->shared = fmoe_carve_take(c, (int64_t)bytes, 1);
     }
     const size_t wide = fmoe_dtype_size(wide_dtype(p));
@@ -120,14 +120,14 @@ fmoe_status fmoe_block_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T,
     block_state state = {0};
     block_scratch scratch = {0};
     fmoe_carve c = fmoe_carve_begin(NULL, ALIGN);
-    FMOE_TRY(carve_scratch(p, pass, T, &c, &scratch));
+    if (workspace) FMOE_TRY(carve_scratch(p, pass, T, &c, &scratch));
     /* Inference keeps its state in the workspace: always leave room for it, it is small. */
     if (pass == FMOE_FORWARD) FMOE_TRY(carve_state(p, T, false, &c, &state));
     fmoe_carve kept = {.align = ALIGN};
     FMOE_TRY(carve_state(p, T, true, &kept, &state));
     if (c.overflow || kept.overflow)
         return fmoe_fail(FMOE_ERR_OVERFLOW, "the block's workspace for T = %lld does not fit 64 bits", (long long)T);
-    *workspace = fmoe_carve_bytes(&c);
+    if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = kept.used;
     return FMOE_OK;
 }

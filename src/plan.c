@@ -251,7 +251,8 @@ fmoe_status fmoe_plan_destroy(fmoe_plan *plan)
 
 fmoe_status fmoe_plan_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
-    *workspace = *saved = 0;
+    *saved = 0;
+    if (workspace) *workspace = 0;
     if (T < 0 || T > ((int64_t)1 << 48)) return fmoe_fail(FMOE_ERR_ARG, "T is %" PRId64 ", must be between 0 and 2^48", T);
     if (p->d.op == FMOE_OP_BLOCK) return fmoe_block_bytes(p, pass, T, workspace, saved);
     return p->backend->bytes(p, pass, T, workspace, saved);
@@ -277,8 +278,7 @@ fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes)
     *bytes = 0;
     fmoe_plan_impl *p = NULL;
     FMOE_TRY(fmoe_plan_acquire(plan, &p));
-    size_t workspace;
-    const fmoe_status status = fmoe_plan_bytes(p, FMOE_FORWARD, T, &workspace, bytes);
+    const fmoe_status status = fmoe_plan_bytes(p, FMOE_FORWARD, T, NULL, bytes);
     fmoe_plan_release(plan);
     return status;
 }

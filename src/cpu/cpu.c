@@ -213,7 +213,7 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
     }
     if (c.overflow || *saved > (size_t)INT64_MAX)
         return fmoe_fail(FMOE_ERR_OVERFLOW, "workspace for T = %lld does not fit 63 bits", (long long)T);
-    *workspace = fmoe_carve_bytes(&c);
+    if (workspace) *workspace = fmoe_carve_bytes(&c);
     return FMOE_OK;
 }
 

@@ -436,7 +436,7 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
         return fmoe_fail(FMOE_ERR_OVERFLOW, "T is %" PRId64 ", k is %" PRId64 ": the workspace does not fit 64 bits", T,
                          d->k);
     }
-    *workspace = fmoe_carve_bytes(&c);
+    if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = d->op == FMOE_OP_EXPERTS && !(d->flags & FMOE_RECOMPUTE) ? kept : 0;
     return FMOE_OK;
 }

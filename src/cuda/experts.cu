@@ -111,7 +111,7 @@ fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, si
     carve_map(&s, l.R, l.rows, l.E);
     if (!recompute) take_rows(&s, l, l.HC);
     if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
-    *workspace = fmoe_carve_bytes(&c);
+    if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = fmoe_carve_bytes(&s);
     return FMOE_OK;
 }

@@ -177,7 +177,7 @@ fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t
     if (p->d.op == FMOE_OP_PERMUTE) carve_sort(&c, T * k, p->d.E);
     if (p->d.op == FMOE_OP_GROUPED_MATMUL) carve_groups(&c, T, p->d.E);
     if (c.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld does not fit 64 bits", (long long)T);
-    *workspace = fmoe_carve_bytes(&c);
+    if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = 0;
     return FMOE_OK;
 }

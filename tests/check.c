@@ -28,7 +28,7 @@ static struct {
     int64_t draw; /* -1: all */
     double seconds;
     bool list, bench;
-} options = {.seed = 1, .draw = -1, .seconds = 45};
+} options = {.seed = 1, .draw = -1, .seconds = 30};
 
 static uint64_t random_state;
 static sigjmp_buf leave;

@@ -3,9 +3,9 @@
 #
 # make test: build what is tested (release, asan, tsan, fuzz), run every suite, and close with one line of counts.
 #
-# A suite is a command that prints "N passed, N failed, N skipped" (a pytest summary counts as well). A suite that prints no such
-# line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not installed may be a skip, and
-# every skip is listed with its reason.
+# A suite is a command that prints "N passed, N failed, N skipped" (a pytest summary counts as well). A suite that
+# prints no such line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not
+# installed may be a skip, and every skip is listed with its reason.
 #
 #   tests/run.sh [suite ...]     only the suites whose name contains one of the words
 #   FMOE_TEST_BUILD=dir          where to build (default build/; variants in dir/asan, dir/tsan, dir/fuzz)
@@ -70,7 +70,8 @@ suite() { # name command ...
         grep -E -B8 '^FAILED' "$log" | head -60
     fi
     if [ "$s" -gt 0 ]; then # the reason stands before the line that says SKIP, or in it
-        while read -r line; do skips+=("$name: $line"); done < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*)$' | head -20)
+        while read -r line; do skips+=("$name: $line"); done \
+            < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*)$' | head -20)
     fi
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
 }

@@ -21,7 +21,10 @@ replays() { # folder: every fuzz target on its corpus, one line of counts
 fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are left in the log folder
     mkdir -p "$log_folder/fuzz_$2"
     "$1/fuzz_$2" -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
-        -artifact_prefix="$log_folder/fuzz_$2." "$log_folder/fuzz_$2" "$corpus/$2" || { echo "0 passed, 1 failed, 0 skipped"; return 1; }
+        -artifact_prefix="$log_folder/fuzz_$2." "$log_folder/fuzz_$2" "$corpus/$2" || {
+        echo "0 passed, 1 failed, 0 skipped"
+        return 1
+    }
     echo "1 passed, 0 failed, 0 skipped"
 }
 
@@ -44,7 +47,7 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     done
     if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then
         # CPUs without AVX-512, and without AVX: no illegal instruction, and the right numbers.
-        haswell=Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm # less what the emulator lacks, and says so for each thread
+        haswell=Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm # less what the emulator lacks
         suite qemu-haswell "$qemu" -cpu $haswell "$build/fusedmoe" check --seconds 1 --quick --loose
         suite qemu-nehalem "$qemu" -cpu Nehalem "$build/fusedmoe" check --seconds 1 --quick
     else
@@ -85,7 +88,8 @@ if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
     if make_variant ascend "$build" "$programs"; then
         for program in $programs; do
             for cann in cann cann81; do
-                suite "$program-$cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$cann" "$build/tests/ascend/$program"
+                suite "$program-$cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$cann" \
+                    "$build/tests/ascend/$program"
             done
         done
     fi

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_ref.c - the specification on trial: activation, permute and grouped matmul. Numbers are pinned by examples worked
- * by hand, gradients by finite differences in double, corners by the sentences of fusedmoe.h. The layer:
+ * test_ref.c - the specification on trial: activation, permute and grouped matmul. Numbers are pinned by examples
+ * worked by hand, gradients by finite differences in double, corners by the sentences of fusedmoe.h. The layer:
  * test_ref_experts.c, routing: test_ref_route.c */
 #include "ref_op.h"
 

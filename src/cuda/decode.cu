@@ -44,6 +44,8 @@ DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
 // The y-th expert that some slot names, its number of slots, and the slots in order. -1: there are not so many.
 struct Found {
     int expert, count;
+    int only; // the slot where there is no list
+    DEV int slot(const uint16_t *slots, int i) const { return only >= 0 ? only : slots[i]; }
 };
 DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
 {
@@ -55,9 +57,7 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
         const int64_t v = load_int(a.ids.p, a.ids.dtype, y / a.k * a.ids.s0 + y % a.k * a.ids.s1);
         const bool in = v >= 0 && v < a.E;
         if (!in && threadIdx.x == 0) bad_id(a, y, v);
-        slots[0] = (uint16_t)y; // all threads write the same
-        __syncwarp();
-        return Found{in ? (int)v : -1, 1};
+        return Found{in ? (int)v : -1, 1, y};
     }
     for (int i = threadIdx.x; i < words; i += THREADS) bits[i] = 0;
     __syncthreads();
@@ -93,7 +93,7 @@ DEV Found find_expert(const DecodeArgs &a, int y, uint16_t *slots)
                 if (hit) slots[n + __popc(m & ((1u << lane) - 1))] = (uint16_t)(i0 + lane);
                 n += __popc(m);
             }
-        if (lane == 0) found = Found{e, n};
+        if (lane == 0) found = Found{e, n, -1};
     }
     __syncthreads();
     return found;
@@ -169,7 +169,7 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_up(
         for (int first = 0; first < f.count; first += NT) {
             const T *token[NT];
 #pragma unroll
-            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.x + slots[first + t] / a.k * a.x_r : nullptr;
+            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.x + f.slot(slots, first + t) / a.k * a.x_r : nullptr;
             float acc[2][NT] = {};
             dot_rows_of<T, 2, NT, 8>(acc, w, token, (int)(a.H / 256), lane, [] {});
 #pragma unroll
@@ -177,7 +177,7 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_up(
                 if (first + t >= f.count) break;
                 const float g = warp_sum(acc[0][t]), u = warp_sum(acc[1][t]);
                 if (lane == 0)
-                    ((T *)a.a)[slots[first + t] * a.I + col] = from_float<T>(gate_factor(a.act, g, a.alpha, a.limit).value * up_factor(a.act, u, a.limit).value);
+                    ((T *)a.a)[f.slot(slots, first + t) * a.I + col] = from_float<T>(gate_factor(a.act, g, a.alpha, a.limit).value * up_factor(a.act, u, a.limit).value);
             }
         }
     }
@@ -200,7 +200,7 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_dow
         for (int first = 0; first < f.count; first += NT) {
             const T *token[NT];
 #pragma unroll
-            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.a + slots[first + t] * a.I : nullptr;
+            for (int t = 0; t < NT; t++) token[t] = first + t < f.count ? (const T *)a.a + f.slot(slots, first + t) * a.I : nullptr;
             float acc[DOWN_COLS][NT] = {};
             dot_rows_of<T, DOWN_COLS, NT, 3>(acc, w, token, (int)(a.I / 256), lane, [&] {
                 if (!waited) depend_wait(); // now a
@@ -212,7 +212,7 @@ template <class T, int NT> __global__ void __launch_bounds__(THREADS) decode_dow
                 float s[DOWN_COLS];
 #pragma unroll
                 for (int r = 0; r < DOWN_COLS; r++) s[r] = warp_sum(acc[r][t]);
-                if (lane == 0) *(float4 *)(a.y + (int64_t)slots[first + t] * a.H + n0) = make_float4(s[0], s[1], s[2], s[3]);
+                if (lane == 0) *(float4 *)(a.y + (int64_t)f.slot(slots, first + t) * a.H + n0) = make_float4(s[0], s[1], s[2], s[3]);
             }
         }
     }

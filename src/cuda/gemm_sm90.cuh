@@ -31,7 +31,7 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
     static constexpr int ZEROS = STAGES * STAGE + 8 * STAGING;                                    // a block of zeros for weight gradients
-    static constexpr int CONTROL = ZEROS + (WGRAD ? 1024 : 0), OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
+    static constexpr int CONTROL = ZEROS + (WGRAD ? 2048 : 0), OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
     static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
     static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
@@ -327,8 +327,8 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     float acc[C::SUB][C::BN / 2];
     int s = 0, phase = 0;
     uint32_t handed = 0;
-    // No stride at all: every part of the operand is the one block of zeros.
-    const uint64_t zeros = (uint64_t)(((ring.base + C::ZEROS) & 0x3ffff) >> 4) | (1ull << 62);
+    // 16 k of 64 mn, all zeros; without a stride along mn every part of the operand is this block.
+    const uint64_t zeros = (uint64_t)(((ring.base + C::ZEROS) & 0x3ffff) >> 4) | (64ull << 32) | (1ull << 62);
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
     };
@@ -499,7 +499,7 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
         if (!C::GATHER_B) tma_prefetch(&p.b[0]);
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
-    if (C::WGRAD && threadIdx.x < 64) ((uint4 *)(smem + C::ZEROS))[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (C::WGRAD && threadIdx.x < 128) ((uint4 *)(smem + C::ZEROS))[threadIdx.x] = make_uint4(0, 0, 0, 0);
     depend_launch();
     depend_wait();
     if (p.off_shared)

@@ -336,3 +336,4 @@ void check_gmm();
 void check_activation();
 void check_experts(int cases);
 void check_special();
+void check_big();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // check_cuda.cu - the CUDA backend against the reference, operation by operation, through the backend tables.
 //
-//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation experts special
+//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation experts special; big only when named
 #include "check.cuh"
 
 #include <ctime>
@@ -56,12 +56,13 @@ int main(int argc, char **argv)
         printf("%s has no CUDA backend of version %u\n", argv[1], FMOE_BACKEND_VERSION);
         return 1;
     }
-    arena.open((size_t)1 << 30);
+    arena.open(want.count("big") ? (size_t)28 << 30 : (size_t)1 << 30);
     if (on("route")) check_route();
     if (on("permute")) check_permute();
     if (on("gmm")) check_gmm();
     if (on("activation")) check_activation();
     if (on("special")) check_special();
+    if (want.count("big")) check_big();
     if (on("experts")) check_experts(cases);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed ? 1 : 0;

@@ -414,6 +414,57 @@ static void graph()
     }
 }
 
+// More than 2^31 elements in a buffer: the last tokens of a large batch against the same tokens alone. Needs 24 GB of the device.
+void check_big()
+{
+    context = "more than 2^31 elements";
+    const int64_t T = 33000, few = 40, H = 2048, I = 64, E = 64, k = 32;
+    arena.reset();
+    fmoe_desc d = {};
+    d.size = sizeof d;
+    d.op = FMOE_OP_EXPERTS;
+    d.dtype = FMOE_BF16;
+    d.H = H, d.I = I, d.E = E, d.k = k;
+    Pair p(d);
+    Tensor x, dout, ids, pr, w1, w2, out[2], dx[2];
+    x.init(FMOE_BF16, {T, H}), dout.init(FMOE_BF16, {T, H});
+    for (Tensor *t : {&x, &dout})
+        for (size_t i = 0; i < t->ref.size(); i++) t->ref[i] = (double)(int64_t)(rng() % 255) / 64 - 2, t->ref[i] = round_to(t->ref[i], FMOE_BF16);
+    ids.init(-32, {T, k});
+    for (auto &v : ids.ints) v = pick(0, E - 1);
+    pr.init(FMOE_F32, {T, k});
+    pr.fill(uniform);
+    w1.init(FMOE_BF16, {E, 2 * I, H}), w1.fill([] { return 0.03 * normal(); });
+    w2.init(FMOE_BF16, {E, H, I}), w2.fill([] { return 0.1 * normal(); });
+    for (Tensor *t : {&x, &dout, &ids, &pr, &w1, &w2}) t->upload();
+    for (int run = 0; run < 2; run++) {
+        const int64_t n = run ? few : T, skip = T - n;
+        out[run].init(FMOE_BF16, {n, H}), dx[run].init(FMOE_BF16, {n, H});
+        fmoe_tensor xt = x.dev_t, gt = dout.dev_t, it = ids.dev_t, pt = pr.dev_t;
+        int64_t rows[2] = {n, H}, slots[2] = {n, k};
+        xt.shape = gt.shape = rows, it.shape = pt.shape = slots;
+        xt.byte_offset = gt.byte_offset = (uint64_t)(skip * H * 2), it.byte_offset = pt.byte_offset = (uint64_t)(skip * k * 4);
+        fmoe_run f = p.dev_run(FMOE_FORWARD, n, 0), b = p.dev_run(FMOE_BACKWARD, n, 0);
+        fmoe_experts_args a = {};
+        a.size = sizeof a;
+        a.x = &xt, a.ids = &it, a.weights = &pt, a.w.w1 = &w1.dev_t, a.w.w2 = &w2.dev_t, a.out = &out[run].dev_t;
+        a.saved = p.dev_saved, a.saved_bytes = p.dev_saved_bytes;
+        verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "forward");
+        a.out = nullptr, a.dout = &gt, a.dx = &dx[run].dev_t;
+        verdict(p.dev.backend->experts[1](&p.dev, &a, &b) == FMOE_OK, "backward");
+        CK(cudaDeviceSynchronize());
+    }
+    for (int i = 0; i < 2; i++) {
+        const std::vector<double> all = (i ? dx[0] : out[0]).download(), last = (i ? dx[1] : out[1]).download();
+        double e2 = 0, r2 = 0;
+        for (int64_t j = 0; j < few * H; j++) {
+            const double v = all[(size_t)((T - few) * H + j)], r = last[(size_t)j];
+            e2 += (v - r) * (v - r), r2 += r * r;
+        }
+        verdict(std::isfinite(e2) && r2 > 0 && e2 <= 1e-6 * r2, "%s: relative L2 %.3e", i ? "dx" : "out", sqrt(e2 / r2));
+    }
+}
+
 void check_special()
 {
     bad_ids();

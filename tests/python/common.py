@@ -28,7 +28,7 @@ MLA = dict(
 )  # fmt: skip
 FAMILIES = {
     "Qwen3Moe": {}, "Qwen2Moe": dict(shared_expert_intermediate_size=24), "Mixtral": {}, "Olmoe": {}, "GptOss": {},
-    "DeepseekV3": dict(MLA, head_dim=16), "DeepseekV2": dict(MLA, topk_method="greedy"),
+    "DeepseekV3": dict(MLA, head_dim=16), "DeepseekV2": dict(MLA, head_dim=16, topk_method="greedy"),
     "Glm4Moe": dict(first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1, n_shared_experts=1),
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def tiny(family: str, **extra):
     """A model of a family with a few thousand parameters, in float32, on its own experts."""
     torch.manual_seed(1)
     if family == "Qwen3VLMoe":
-        text = {k: v for k, v in TEXT.items() if k not in ("pad_token_id", "bos_token_id", "eos_token_id")}
+        text = dict(TEXT)
         text["rope_scaling" if not V5 else "rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
         vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4,
                       spatial_merge_size=1, temporal_patch_size=1, num_position_embeddings=16, deepstack_visual_indexes=[0])  # fmt: skip

@@ -1,8 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 import logging
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+
+try:
+    from hypothesis.configuration import set_hypothesis_home_dir
+
+    set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "fusedmoe-hypothesis")  # nothing is left in the tree
+except ImportError:
+    pass
 
 
 @pytest.fixture(autouse=True)

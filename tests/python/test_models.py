@@ -52,7 +52,7 @@ def test_fifty_steps_of_training(family):
     eager = train(model, 50)
     ours = train(fusedmoe.apply(model), 50)
     assert max(abs(a - b) for a, b in zip(eager, ours, strict=True)) < 1e-3
-    assert eager[-1] < eager[0]
+    assert min(eager[-10:]) < eager[0]
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])

@@ -55,6 +55,15 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     fi
 fi
 
+# ---- arm64: cross-built, every level under emulation ----
+if command -v aarch64-linux-gnu-gcc >/dev/null && qemu=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
+    if make_variant arm64 "$build/arm64" fusedmoe_cli -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DFMOE_CUDA=OFF; then
+        suite arm64-check "$qemu" -cpu max -L /usr/aarch64-linux-gnu "$build/arm64/fusedmoe" check --seconds 1 --quick
+    fi
+else
+    skip arm64 "gcc-aarch64-linux-gnu or qemu-user-static is not installed"
+fi
+
 # ---- sanitizers ----
 sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
 if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined; then
@@ -94,6 +103,7 @@ if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
         done
     fi
 fi
+if [ -e "$build/CMakeCache.txt" ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
 if command -v nvcc >/dev/null; then
     if make_variant cuda "$build" "fusedmoe_cuda test_tune check_cuda"; then
         suite cuda-tune "$build/tests/cuda/test_tune"

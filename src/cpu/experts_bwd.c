@@ -143,6 +143,7 @@ static void dp_groups(void *arg, int64_t begin, int64_t end)
 static void weight_gradient(const fmoe_plan_impl *p, const fmoe_experts_args *args, const backward_buffers *b)
 {
     const fmoe_tensor *dw = args->dweights;
+    if (dw->shape[0] == 0) return;
     /* Skipped slots have no row: their gradient is zero. */
     memset(fmoe_data(dw), 0, (size_t)(dw->shape[0] * dw->shape[1]) * fmoe_dtype_size(fmoe_tensor_dtype(dw)));
     dp_ctx ctx = {p, args, b};

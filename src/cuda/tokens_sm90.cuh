@@ -192,12 +192,15 @@ template <class C> struct TokenConsumer {
     const TokenRing ring;
     const int wg, warp, lane;
     const uint32_t staging;
+    TokenScheduler<C> sched;
+    TokenTile ahead; // the tile after the present one
+    bool more = false;
     int s = 0, phase = 0;
     uint32_t turn = 0;
     float acc[2][C::MAX_N / 2];
 
     DEV TokenConsumer(const Sm90Args &args, TokenRing r)
-        : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING)
+        : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING), sched(args)
     {
     }
     DEV void release(int slot)
@@ -227,6 +230,7 @@ template <class C> struct TokenConsumer {
             last = s;
             advance();
         }
+        more = sched.next(ahead); // while the last products run
         wgmma_wait<0>();
         release(last);
 #pragma unroll
@@ -318,16 +322,17 @@ template <class C> struct TokenConsumer {
     }
     DEV void run()
     {
-        TokenScheduler<C> sched(p);
         const int steps = p.k_steps * p.parts;
-        TokenTile t;
-        while (sched.next(t)) {
+        more = sched.next(ahead);
+        while (more) {
+            const TokenTile t = ahead;
             if (!t.live) {
                 for (int k = 0; k < steps; k++) {
                     mbar_wait(ring.full + 8 * s, phase);
                     release(s);
                     advance();
                 }
+                more = sched.next(ahead);
                 continue;
             }
             multiply_any(t.units, steps);

@@ -30,8 +30,9 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
-    static constexpr int ZEROS = STAGES * STAGE + 8 * STAGING;                                    // a block of zeros for weight gradients
-    static constexpr int CONTROL = ZEROS + (WGRAD ? 2048 : 0), OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
+    static constexpr int ZEROS = STAGES * STAGE;                    // weight gradients: 2 KB of zeros
+    static constexpr int STAGING_AT = ZEROS + (WGRAD ? 2048 : 0);
+    static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
     static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
     static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
@@ -321,7 +322,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
 {
     typedef typename C::T T;
     const int index = warp_index(), wg = index / 4 - 1, warp = index % 4, lane = threadIdx.x % 32, row_wg = wg * C::WG_M;
-    const uint32_t staging = ring.base + C::STAGES * C::STAGE + (wg * 4 + warp) * C::STAGING;
+    const uint32_t staging = ring.base + C::STAGING_AT + (wg * 4 + warp) * C::STAGING;
     Scheduler<C> sched(p);
     Stores<C> out{staging, lane};
     float acc[C::SUB][C::BN / 2];
@@ -431,7 +432,7 @@ template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t
         for (int wg = 0; wg < 2; wg++) {
             if (!mine[wg]) continue;
             const int b = wg * 4 + warp, row = t.row0 + wg * 64 + warp * 16;
-            const uint32_t d = ring.base + C::STAGES * C::STAGE + b * C::STAGING;
+            const uint32_t d = ring.base + C::STAGING_AT + b * C::STAGING;
             float prob[4], dot[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < 4; i++) prob[i] = p.prob[row + 4 * i + lr];

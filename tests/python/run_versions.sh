@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The models and LLaMA-Factory's interface under older transformers, each in a small environment that borrows torch and
 # fusedmoe from the one given: sh tests/python/run_versions.sh [python of an environment with fusedmoe] [folder]
+# FMOE_VERSIONS=all adds the oldest supported ones.
 set -eu
 python=${1:-.venv/bin/python}
 here=$(cd "$(dirname "$0")" && pwd)
@@ -24,7 +25,7 @@ run() { # name, transformers, llamafactory, more packages
         echo "import site; site.addsitedir('$site')" > "$own/borrowed.pth"
         pip="$python -m pip --disable-pip-version-check -qq --python $venv/bin/python install"
         $pip "transformers==$2" $4
-        $pip --no-deps "llamafactory==$3"
+        [ "$3" = none ] || $pip --no-deps "llamafactory==$3"
         touch "$venv/ready"
     fi
     echo "== transformers $2, LLaMA-Factory $3"
@@ -40,5 +41,9 @@ run() { # name, transformers, llamafactory, more packages
 
 run v4 4.57.6 0.9.4 "peft==0.18.1 accelerate omegaconf"
 run v5 5.6.0 0.9.5 "accelerate omegaconf"
+if [ "${FMOE_VERSIONS:-1}" = all ]; then # the oldest that are supported
+    run v4-oldest 4.51.3 none "peft==0.18.1"
+    run v5-oldest 5.0.0 none ""
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ $failed -eq 0 ]

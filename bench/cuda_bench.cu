@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process.
+// cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process. Routing is included.
+//
+//   nvcc -O2 -std=c++17 -arch=sm_80 -Iinclude -Isrc bench/cuda_bench.cu -o build/cuda_bench -ldl
 //
 //   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit
 //   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache

@@ -20,7 +20,7 @@ replays() { # folder: every fuzz target on its corpus, one line of counts
 
 fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are left in the log folder
     mkdir -p "$log_folder/fuzz_$2"
-    "$1/fuzz_$2" -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
+    "$1/fuzz_$2" -seed=1 -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
         -artifact_prefix="$log_folder/fuzz_$2." "$log_folder/fuzz_$2" "$corpus/$2" || {
         echo "0 passed, 1 failed, 0 skipped"
         return 1

@@ -98,6 +98,7 @@ DEV void limit_to_groups(const RouteArgs &a, const Shared &s, int lane)
         const int first = best(c, nullptr, n, lane);
         float v = c[first];
         if (a.rule.group_score != FMOE_GROUP_MAX && n > 1) {
+            __syncwarp();
             if (lane == 0) s.taken[g * n + first] = 1;
             __syncwarp();
             v += c[best(c, s.taken + g * n, n, lane)];
@@ -167,6 +168,7 @@ __global__ void route_forward_kernel(const __grid_constant__ RouteArgs a, int pe
             limit_to_groups(a, s, lane);
             for (int64_t j = 0; j < a.k; j++) {
                 const int id = best(s.choice, s.taken, (int)a.E, lane);
+                __syncwarp();
                 if (lane == 0) {
                     s.taken[id] = 1;
                     store_int(a.ids.p, a.ids.dtype, t * a.ids.s0 + j * a.ids.s1, id);
@@ -303,6 +305,7 @@ __global__ void route_backward_kernel(const __grid_constant__ RouteArgs a, int p
         score_all(a, t, s, lane, &bad);
         __syncwarp();
         selected_scores(a, t, s, lane);
+        __syncwarp();
         for (int e = lane; e < a.E; e += 32) G[e] = 0;
         __syncwarp();
         if (lane == 0) { // k is small; one lane keeps the order of the sums fixed

@@ -46,6 +46,14 @@ int main(void)
 
     CHECK(fmoe_cuda_dh_tile(768) == 192 && fmoe_cuda_dh_tile(1536) == 192);
     CHECK(fmoe_cuda_dh_tile(1024) == 128 && fmoe_cuda_dh_tile(128) == 128);
+    s.cc = 90;
+    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) && !fmoe_cuda_use_decode(&s, 0));
+    s.I = 704;
+    CHECK(!fmoe_cuda_use_decode(&s, 1));
+    s.I = 768;
+    s.E = 8, s.k = 2;
+    CHECK(fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17));
+    CHECK(fmoe_cuda_use_tokens(4096 * 8, 128) && !fmoe_cuda_use_tokens(8192 * 8, 128));
     for (int64_t R = 1; R < 10000000; R = R * 3 + 1) {
         const int chunk = fmoe_cuda_sort_chunk(R);
         CHECK(chunk % 1024 == 0 && (R + chunk - 1) / chunk <= 512);

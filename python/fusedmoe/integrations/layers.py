@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -172,7 +173,10 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
     if p.shape[1] != ids.shape[1]:  # scattered over all experts, as transformers 5.0 does
         p = p.gather(1, ids)
     if layer.act is not None and not layer.norm:
-        out = autograd.experts(x, ids, p, w, layer.act, layer.flags, layer.alpha, layer.limit)
+        flags = layer.flags
+        if x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
+            flags &= ~ops.SKIP_E  # skip marks come from expert parallelism only, and cost ten more launches on an NPU
+        out = autograd.experts(x, ids, p, w, layer.act, flags, layer.alpha, layer.limit)
     else:
         out = _composed(module, layer, x, ids, p, w)
     return out if hidden_states.dim() == 2 else out.view(hidden_states.shape)

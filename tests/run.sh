@@ -13,10 +13,11 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 build=${FMOE_TEST_BUILD:-build}
 only=("$@")
-passed=0 failed=0 skipped=0
-table=() skips=() failures=()
 log_folder=$build/test-logs
 mkdir -p "$log_folder"
+# What the suites report, a line each: suites of the second lane (suites.sh) run in a process of their own.
+results=$log_folder/results skips=$log_folder/skips failures=$log_folder/failures
+: >"$results" && : >"$skips" && : >"$failures"
 if command -v ninja >/dev/null; then generator=Ninja; else generator="Unix Makefiles"; fi
 
 selected() { # name
@@ -27,16 +28,14 @@ selected() { # name
 }
 
 add() { # name passed failed skipped seconds
-    passed=$((passed + $2)) failed=$((failed + $3)) skipped=$((skipped + $4))
-    table+=("$(printf '%-28s %6d passed %4d failed %4d skipped %7.1f s' "$1" "$2" "$3" "$4" "$5")")
-    [ "$3" -gt 0 ] && failures+=("$1: see $log_folder/$1.log")
-    echo "${table[-1]}"
+    printf '%-28s %6d passed %4d failed %4d skipped %7.1f s\n' "$1" "$2" "$3" "$4" "$5" | tee -a "$results"
+    if [ "$3" -gt 0 ]; then echo "failed: $1: see $log_folder/$1.log" >>"$failures"; fi
 }
 
 # A suite that cannot run here and may be skipped: a tool or a device that is missing.
 skip() { # name reason
     selected "$1" || return 0
-    skips+=("$1: $2")
+    echo "skipped: $1: $2" >>"$skips"
     add "$1" 0 0 1 0
 }
 
@@ -95,8 +94,7 @@ make_variant() { # name folder targets(or all) cmake-options ...
 source tests/suites.sh
 
 echo
-printf '%s\n' "${table[@]}"
-if [ ${#skips[@]} -gt 0 ]; then printf 'skipped: %s\n' "${skips[@]}"; fi
-if [ ${#failures[@]} -gt 0 ]; then printf 'failed: %s\n' "${failures[@]}"; fi
+cat "$results" "$skips" "$failures"
+read -r passed failed skipped < <(awk '{p += $2; f += $4; s += $6} END {print p + 0, f + 0, s + 0}' "$results")
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

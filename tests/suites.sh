@@ -28,6 +28,20 @@ fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are le
     echo "1 passed, 0 failed, 0 skipped"
 }
 
+# ---- the second lane, beside everything below: Python (mostly one thread, and downloads), then the CUDA build ----
+second_lane() {
+    if [ -x tests/python/run.sh ]; then suite python tests/python/run.sh; fi
+    if command -v nvcc >/dev/null; then
+        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune check_cuda"; then
+            suite cuda-tune "$build/cuda/tests/cuda/test_tune"
+            suite cuda-check "$build/cuda/tests/cuda/check_cuda" "$root/cuda/libfusedmoe_cuda.so" 1
+        fi
+    else
+        skip cuda "nvcc is not installed"
+    fi
+}
+second_lane &
+
 # ---- release: everything, at every ISA level ----
 if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     bin=$build/tests
@@ -91,7 +105,7 @@ else
     skip fuzz "clang is not installed (Debian: clang, libclang-rt-14-dev)"
 fi
 
-# ---- devices: Ascend on the simulated CANN, CUDA as far as this machine goes ----
+# ---- Ascend on the simulated CANN, from C and through the real torch_npu ----
 if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
     programs=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
     # torch_npu also opens libraries of CANN that none of the C tests needs
@@ -106,14 +120,4 @@ if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
     fi
 fi
 if [ -e "$build/CMakeCache.txt" ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
-if command -v nvcc >/dev/null; then
-    if make_variant cuda "$build" "fusedmoe_cuda test_tune check_cuda"; then
-        suite cuda-tune "$build/tests/cuda/test_tune"
-        suite cuda-check "$build/tests/cuda/check_cuda" "$root/libfusedmoe_cuda.so" 1
-    fi
-else
-    skip cuda "nvcc is not installed"
-fi
-
-# ---- Python brings its own script ----
-if [ -x tests/python/run.sh ]; then suite python tests/python/run.sh; fi
+wait

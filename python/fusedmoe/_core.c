@@ -12,6 +12,7 @@
 #endif
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dlfcn.h>
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
@@ -381,6 +382,36 @@ error:
     return NULL;
 }
 
+/* ---- torch's threads ------------------------------------------------------------------------------------- */
+
+/* torch's OpenMP workers spin for a while after each of its operators. Threads of our own beside them would share the cores with
+ * that (half the speed of a training step on two cores), so CPU plans run on torch's: its C shim has the function from 2.10 on.
+ * Below that the library uses its own pool. */
+typedef int32_t (*torch_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, void (*fn)(int64_t, int64_t, void *), void *ctx);
+
+typedef struct {
+    void (*fn)(void *arg, int worker);
+    void *arg;
+} workers;
+
+static void run_workers(int64_t begin, int64_t end, void *ctx) {
+    const workers *w = ctx;
+    for (int64_t i = begin; i < end; i++) w->fn(w->arg, (int)i);
+}
+
+static void torch_parallel(void *parallel_for, int n, void (*fn)(void *, int), void *arg) {
+    workers w = {fn, arg};
+    torch_parallel_for_fn run;
+    memcpy(&run, &parallel_for, sizeof run); /* ctx is the function itself */
+    if (n == 1 || run(0, n, 1, run_workers, &w) != 0) run_workers(0, n, &w);
+}
+
+/* NULL when torch is older, or not there: it is found only where it has been loaded already. */
+static void *find_torch_parallel_for(void) {
+    void *torch = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    return torch ? dlsym(torch, "torch_parallel_for") : NULL;
+}
+
 static PyObject *core_plan(PyObject *self, PyObject *args) {
     (void)self;
     fmoe_desc d = FMOE_DESC_INIT;
@@ -395,6 +426,7 @@ static PyObject *core_plan(PyObject *self, PyObject *args) {
     d.op = op, d.dtype = dtype, d.device = (fmoe_device){device, id};
     d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I;
     d.act = act, d.flags = flags, d.act_alpha = (float)alpha, d.act_limit = (float)limit, d.threads = threads;
+    if (device == FMOE_CPU && (d.parallel_ctx = find_torch_parallel_for())) d.parallel = torch_parallel;
     if (rule != Py_None) {
         fmoe_route_rule *r = &d.route;
         if (!PyArg_ParseTuple(rule, "iiiiiidd", &r->score, &r->renormalize, &r->group_score, &r->groups, &r->topk_groups,

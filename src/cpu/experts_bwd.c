@@ -72,12 +72,19 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
     const void *weights = fmoe_data(x->weights);
     const int p_type = fmoe_tensor_dtype(x->weights);
-    float g[FMOE_NB], u[FMOE_NB], da[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], a[FMOE_NB], both[2 * FMOE_NB];
+    /* f32 is read and written where it lies; the other types go through these rows. */
+    const bool h_f32 = p->d.dtype == FMOE_F32, direct = cpu->work_type == FMOE_F32 && x->dh && !x->interleaved;
+    float g_row[FMOE_NB], u_row[FMOE_NB], da[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], a[FMOE_NB], both[2 * FMOE_NB];
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
         const float weight = fmoe_get_float(weights, p_type, x->g->slot[r]);
-        if (p->gated) fmoe_load_row(k, p->d.dtype, g, x->h + (r * h_cols + n0) * he, n);
-        fmoe_load_row(k, p->d.dtype, u, x->h + (r * h_cols + up_column + n0) * he, n);
+        const char *h_gate = x->h + (r * h_cols + n0) * he, *h_up = h_gate + up_column * he;
+        const float *g = h_f32 ? (const float *)(const void *)h_gate : g_row;
+        const float *u = h_f32 ? (const float *)(const void *)h_up : u_row;
+        char *dh_gate = x->dh ? x->dh + (r * h_cols + n0) * we : NULL, *dh_up = x->dh ? dh_gate + up_column * we : NULL;
+        float *dg = direct ? (float *)(void *)dh_gate : dg_row, *du = direct ? (float *)(void *)dh_up : du_row;
+        if (!h_f32 && p->gated) fmoe_load_row(k, p->d.dtype, g_row, h_gate, n);
+        if (!h_f32) fmoe_load_row(k, p->d.dtype, u_row, h_up, n);
         for (int64_t j = 0; j < n; j++) da[j] = weight * c[j];
         k->act_backward(&x->act, g, u, da, dg, du, a, n);
         x->dp_parts[r * i_blocks(p) + n0 / FMOE_NB] = k->dot(c, a, n);
@@ -85,7 +92,7 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
             for (int64_t j = 0; j < n; j++) a[j] *= weight;
             fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, a, n);
         }
-        if (!x->dh) continue;
+        if (!x->dh || direct) continue;
         if (x->interleaved) {
             for (int64_t j = 0; j < n; j++) {
                 both[2 * j] = dg[j];
@@ -93,8 +100,8 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
             }
             fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + 2 * n0) * we, both, 2 * n);
         } else {
-            if (p->gated) fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + n0) * we, dg, n);
-            fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + up_column + n0) * we, du, n);
+            if (p->gated) fmoe_store_row(k, cpu->work_type, dh_gate, dg, n);
+            fmoe_store_row(k, cpu->work_type, dh_up, du, n);
         }
     }
 }

@@ -19,6 +19,7 @@ import torch
 import fusedmoe
 import rivals
 from fusedmoe import ops
+from fusedmoe.kernels.ops.mlp.npu_fused_moe import NpuMoeFused
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 UNIT = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -98,6 +99,20 @@ def test_launches():
         out.backward(layer.dout)
     assert (forward.launches, forward.syncs, forward.copies, forward.hidden) == (6, 0, 0, 0), forward.trace
     assert (backward.launches, backward.syncs, backward.copies, backward.hidden) == (7, 0, 0, 0), backward.trace
+
+
+def test_launches_of_the_kernel_class():
+    """The class adds nothing to the layer: no skip marks where there is no expert parallelism."""
+    layer = rivals.Layer(64, 256, 96, 128, 8, torch.bfloat16)
+    module = torch.nn.Module()
+    module.gate_up_proj, module.down_proj, module.act_fn = layer.w1, layer.w2, torch.nn.SiLU()
+    call = NpuMoeFused.npu_moe_experts_v5_forward
+    call(module, layer.x, layer.ids, layer.p)  # the first call settles plans
+    with npu.Count() as forward:
+        out = call(module, layer.x, layer.ids, layer.p)
+    with npu.Count() as backward:
+        out.backward(layer.dout)
+    assert (forward.launches, backward.launches) == (6, 7), (forward.trace, backward.trace)
 
 
 @needs_original

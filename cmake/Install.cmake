@@ -3,6 +3,9 @@
 include(CMakePackageConfigHelpers)
 install(TARGETS fusedmoe fusedmoe_static EXPORT fusedmoe-targets
         LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} ARCHIVE DESTINATION ${CMAKE_INSTALL_LIBDIR})
+if(TARGET fusedmoe_cuda) # found beside the library at run time
+  install(TARGETS fusedmoe_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+endif()
 install(TARGETS fusedmoe_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 install(FILES include/fusedmoe.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT fusedmoe-targets NAMESPACE fusedmoe:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)

@@ -58,7 +58,7 @@ TEST(exported_symbols)
     compare_golden("symbols.txt", text);
     char *save, *copy = strcpy(test_alloc(strlen(text) + 1), text);
     for (char *line = strtok_r(copy, "\n", &save); line; line = strtok_r(NULL, "\n", &save))
-        if (strncmp(line, "fmoe_", 5) && strcmp(line, "FUSEDMOE_0.1")) TEST_FAIL("%s is exported", line);
+        if (strncmp(line, "fmoe_", 5)) TEST_FAIL("%s is exported", line);
 }
 
 /* Every function the header declares is there, and nothing else. */
@@ -71,7 +71,7 @@ TEST(header_and_symbols_agree)
                        FMOE_SOURCE),
              0);
     CHECK_EQ(output_of(exported, sizeof exported,
-                       "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | grep ^fmoe_ | LC_ALL=C sort -u",
+                       "nm -D --defined-only '%s' | awk '{print $3}' | sed 's/@.*//' | grep '^fmoe_[a-z]' | LC_ALL=C sort -u",
                        FMOE_SO),
              0);
     if (strcmp(declared, exported)) TEST_FAIL("header:\n%slibrary:\n%s", declared, exported);

@@ -2,8 +2,8 @@
  *
  * bench.c - fusedmoe bench: time operations through the public API, each beside the ceiling measured in the same run.
  *
- * A time is the median of the repetitions that fit the budget, after one to warm up. Products are held against a register-only
- * loop of multiply-adds, the rest against a read of memory, both on the same threads. */
+ * A time is the median of the repetitions that fit the budget, after one to warm up. Products are held against a
+ * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
 
@@ -36,7 +36,7 @@ typedef struct options {
 typedef struct row {
     const char *op, *pass;
     bench_shape shape;
-    double ms, best_ms; /* median and best */
+    double ms, best_ms;   /* median and best */
     double rate, ceiling; /* of the median: GFLOP/s, or GB/s where nothing is multiplied */
     bool memory;
 } row;
@@ -88,11 +88,12 @@ static void time_passes(const bench_case *c, bool forward, bool backward, const 
 static void print_row(const row *r)
 {
     const bench_shape *s = &r->shape;
-    printf("%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %10.3f ms %9.1f %s  ceiling %8.1f %6.1f %%"
+    printf("%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %10.3f ms %9.1f %s  ceiling %8.1f "
+           "%6.1f %%"
            "  (best %.3f ms, %.1f %%)\n",
-           r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I, (long long)s->E,
-           (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling, 100 * r->rate / r->ceiling,
-           r->best_ms, 100 * r->rate / r->ceiling * r->ms / r->best_ms);
+           r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
+           (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
+           100 * r->rate / r->ceiling, r->best_ms, 100 * r->rate / r->ceiling * r->ms / r->best_ms);
     fflush(stdout);
 }
 
@@ -101,12 +102,13 @@ static void json_row(FILE *json, const row *r, bool first)
     const bench_shape *s = &r->shape;
     const char *unit = r->memory ? "gbytes" : "gflops";
     fprintf(json,
-            "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"backend\": \"cpu\", \"isa_or_arch\": \"%s\", \"dtype\": \"%s\", \"T\": %lld, "
+            "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"backend\": \"cpu\", \"isa_or_arch\": \"%s\", \"dtype\": "
+            "\"%s\", \"T\": %lld, "
             "\"H\": %lld, \"I\": %lld, \"E\": %lld, \"k\": %lld, \"threads\": %d, \"ms\": %.6g, \"best_ms\": %.6g, "
             "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"peer\": null}",
             first ? "" : ",", r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H,
-            (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit, r->ceiling,
-            r->rate / r->ceiling);
+            (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit,
+            r->ceiling, r->rate / r->ceiling);
 }
 
 /* ---- one shape of one operation ---- */
@@ -169,8 +171,8 @@ static bool parse_ops(const char *text, options *o)
     int n_names = 0;
     list found;
     while (bench_op_names[n_names]) n_names++;
-    if (!parse_names(strcmp(text, "all") == 0 ? "experts,block,gmm,activation,permute,unpermute,route" : text, bench_op_names, n_names,
-                     &found))
+    if (!parse_names(strcmp(text, "all") == 0 ? "experts,block,gmm,activation,permute,unpermute,route" : text,
+                     bench_op_names, n_names, &found))
         return false;
     for (int i = 0; i < found.n; i++) o->ops[i] = bench_op_names[found.v[i]];
     o->n_ops = found.n;
@@ -179,10 +181,13 @@ static bool parse_ops(const char *text, options *o)
 
 static int usage(FILE *to, int code)
 {
-    fputs("usage: fusedmoe bench [--op experts,block,gmm,activation,permute,unpermute,route|all] [--pass fwd|bwd|fwd+bwd]\n"
-          "                      [--T 16,64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype f32,bf16,f16] [--threads 2]\n"
+    fputs("usage: fusedmoe bench [--op experts,block,gmm,activation,permute,unpermute,route|all] [--pass "
+          "fwd|bwd|fwd+bwd]\n"
+          "                      [--T 16,64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype f32,bf16,f16] "
+          "[--threads 2]\n"
           "                      [--seconds 1] [--skew] [--cpu-time] [--json FILE]\n"
-          "Every share is of a ceiling measured in the same run on the same threads: a register-only multiply-add loop, or a\n"
+          "Every share is of a ceiling measured in the same run on the same threads: a register-only multiply-add "
+          "loop, or a\n"
           "read of memory for what multiplies nothing (small cases that stay in the cache can pass 100 %).\n"
           "--cpu-time divides CPU seconds by the threads: for a machine that is busy otherwise.\n",
           to);
@@ -205,11 +210,13 @@ static bool parse(int argc, char **argv, options *o)
         const struct {
             const char *name;
             list *to;
-        } lists[] = {{"--T", &o->T}, {"--H", &o->H}, {"--I", &o->I}, {"--E", &o->E}, {"--k", &o->k}, {"--threads", &o->threads}};
+        } lists[] = {{"--T", &o->T}, {"--H", &o->H}, {"--I", &o->I},
+                     {"--E", &o->E}, {"--k", &o->k}, {"--threads", &o->threads}};
         bool known = false;
         for (size_t j = 0; value && j < sizeof lists / sizeof *lists; j++)
             if (strcmp(name, lists[j].name) == 0) known = parse_list(value, lists[j].to);
-        if (value && strcmp(name, "--dtype") == 0) known = parse_names(value, dtype_names, 4, &o->dtype) && o->dtype.v[0] > 0;
+        if (value && strcmp(name, "--dtype") == 0)
+            known = parse_names(value, dtype_names, 4, &o->dtype) && o->dtype.v[0] > 0;
         if (value && strcmp(name, "--op") == 0) known = parse_ops(value, o);
         if (value && strcmp(name, "--pass") == 0) known = (o->pass = value) != NULL;
         if (value && strcmp(name, "--seconds") == 0) known = (o->budget = strtod(value, NULL)) > 0;
@@ -227,8 +234,16 @@ int fmoe_bench_main(int argc, char **argv);
 
 int fmoe_bench_main(int argc, char **argv)
 {
-    options o = {.ops = {"experts"}, .n_ops = 1, .T = {{16, 64, 512}, 3}, .H = {{2048}, 1}, .I = {{1408}, 1}, .E = {{32}, 1},
-                 .k = {{4}, 1}, .dtype = {{FMOE_F32, FMOE_BF16}, 2}, .threads = {{0}, 1}, .budget = 1};
+    options o = {.ops = {"experts"},
+                 .n_ops = 1,
+                 .T = {{16, 64, 512}, 3},
+                 .H = {{2048}, 1},
+                 .I = {{1408}, 1},
+                 .E = {{32}, 1},
+                 .k = {{4}, 1},
+                 .dtype = {{FMOE_F32, FMOE_BF16}, 2},
+                 .threads = {{0}, 1},
+                 .budget = 1};
     if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage(stdout, 0);
     if (!parse(argc, argv, &o)) return usage(stderr, 2);
     FILE *json = o.json ? fopen(o.json, "w") : NULL;
@@ -248,7 +263,13 @@ int fmoe_bench_main(int argc, char **argv)
                 v[i] = dims[i]->v[rest % dims[i]->n];
                 rest /= dims[i]->n;
             }
-            const bench_shape shape = {.dtype = (int)v[0], .T = v[1], .H = v[2], .I = v[3], .E = v[4], .k = v[5], .skew = o.skew,
+            const bench_shape shape = {.dtype = (int)v[0],
+                                       .T = v[1],
+                                       .H = v[2],
+                                       .I = v[3],
+                                       .E = v[4],
+                                       .k = v[5],
+                                       .skew = o.skew,
                                        .threads = v[6] > 0 ? (int)v[6] : (int)sysconf(_SC_NPROCESSORS_ONLN)};
             bench_shape_of(&o, o.ops[op], &shape, json, &first);
         }

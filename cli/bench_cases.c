@@ -2,8 +2,8 @@
  *
  * bench_cases.c - the operations that fusedmoe bench times, with random data on the heap.
  *
- * Flops count the true routed rows: 2*R*3*H*I for a gated forward, twice that for a backward. Bytes count each row read or
- * written once. */
+ * Flops count the true routed rows: 2*R*3*H*I for a gated forward, twice that for a backward. Bytes count each row read
+ * or written once. */
 #include "bench.h"
 
 #include <stdio.h>
@@ -76,7 +76,10 @@ static const fmoe_tensor *tensor(state *s, int dtype, int64_t a, int64_t b, int6
     buffer *x = allocate(sizeof *x);
     const size_t bytes = (size_t)(a * (b ? b : 1) * (c ? c : 1)) * types[dtype].bits / 8;
     *x = (buffer){.shape = {a, b, c}};
-    x->t = (fmoe_tensor){.data = allocate(bytes), .device = {FMOE_CPU, 0}, .ndim = b ? c ? 3 : 2 : 1, .dtype = types[dtype],
+    x->t = (fmoe_tensor){.data = allocate(bytes),
+                         .device = {FMOE_CPU, 0},
+                         .ndim = b ? c ? 3 : 2 : 1,
+                         .dtype = types[dtype],
                          .shape = x->shape};
     memset(x->t.data, 0, bytes);
     s->buffers[s->n_buffers++] = x;
@@ -102,9 +105,9 @@ static const fmoe_tensor *random_tensor(state *s, int dtype, int64_t a, int64_t 
         memcpy(&u, &f, 4);
         if (dtype == FMOE_F32) ((float *)t->data)[i] = f;
         else if (dtype == FMOE_BF16) ((uint16_t *)t->data)[i] = (uint16_t)(u >> 16);
-        else { /* f16: small values become zero */
-            const int e = (int)(u >> 23 & 255) - 112;
-            ((uint16_t *)t->data)[i] = (uint16_t)((u >> 16 & 0x8000) | (e > 0 ? (uint32_t)e << 10 | (u >> 13 & 1023) : 0));
+        else { /* f16: small values become zero */ const int e = (int)(u >> 23 & 255) - 112;
+            ((uint16_t *)t->data)[i] =
+                (uint16_t)((u >> 16 & 0x8000) | (e > 0 ? (uint32_t)e << 10 | (u >> 13 & 1023) : 0));
         }
     }
     const size_t size = t->dtype.bits / 8;
@@ -171,16 +174,16 @@ static void drop(void *p)
     free(s);
 }
 
-#define PASSES(name, call)                                                                                      \
-    static void name##_forward(void *p)                                                                         \
-    {                                                                                                           \
-        state *s = p;                                                                                           \
-        must(fmoe_##call##_forward(s->plan, &s->fwd.name, &s->run), #name " forward");                          \
-    }                                                                                                           \
-    static void name##_backward(void *p)                                                                        \
-    {                                                                                                           \
-        state *s = p;                                                                                           \
-        must(fmoe_##call##_backward(s->plan, &s->bwd.name, &s->run), #name " backward");                        \
+#define PASSES(name, call)                                                                                             \
+    static void name##_forward(void *p)                                                                                \
+    {                                                                                                                  \
+        state *s = p;                                                                                                  \
+        must(fmoe_##call##_forward(s->plan, &s->fwd.name, &s->run), #name " forward");                                 \
+    }                                                                                                                  \
+    static void name##_backward(void *p)                                                                               \
+    {                                                                                                                  \
+        state *s = p;                                                                                                  \
+        must(fmoe_##call##_backward(s->plan, &s->bwd.name, &s->run), #name " backward");                               \
     }
 PASSES(experts, experts)
 PASSES(block, block)
@@ -212,15 +215,15 @@ static bench_case make_experts(state *s, const bench_shape *b)
     g->dw.w1 = tensor(s, b->dtype, b->E, 2 * b->I, b->H);
     g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
     const double flops = 6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I;
-    return (bench_case){.forward = experts_forward, .backward = experts_backward, .forward_flops = flops,
-                        .backward_flops = 2 * flops};
+    return (bench_case){
+        .forward = experts_forward, .backward = experts_backward, .forward_flops = flops, .backward_flops = 2 * flops};
 }
 
 /* Router, softmax over all, top-k renormalised, experts: Qwen3's block. */
 static bench_case make_block(state *s, const bench_shape *b)
 {
-    const fmoe_desc d = {.size = sizeof d, .op = FMOE_OP_BLOCK, .H = b->H, .I = b->I, .E = b->E, .k = b->k,
-                         .route = {.renormalize = 1}};
+    const fmoe_desc d = {
+        .size = sizeof d, .op = FMOE_OP_BLOCK, .H = b->H, .I = b->I, .E = b->E, .k = b->k, .route = {.renormalize = 1}};
     fmoe_block_args *f = &s->fwd.block, *g = &s->bwd.block;
     *f = (fmoe_block_args){.size = sizeof *f};
     prepare(s, d, b, b->T);
@@ -239,8 +242,10 @@ static bench_case make_block(state *s, const bench_shape *b)
     g->dw_router = tensor(s, b->dtype, b->E, b->H, 0);
     g->dw.w1 = tensor(s, b->dtype, b->E, 2 * b->I, b->H);
     g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
-    const double flops = 6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I + 2.0 * (double)(b->T * b->E) * (double)b->H;
-    return (bench_case){.forward = block_forward, .backward = block_backward, .forward_flops = flops, .backward_flops = 2 * flops};
+    const double flops =
+        6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I + 2.0 * (double)(b->T * b->E) * (double)b->H;
+    return (bench_case){
+        .forward = block_forward, .backward = block_backward, .forward_flops = flops, .backward_flops = 2 * flops};
 }
 
 /* K = H, N = I; the rows of T*k slots, evenly over the groups. */
@@ -263,7 +268,8 @@ static bench_case make_gmm(state *s, const bench_shape *b)
     g->dx = tensor(s, b->dtype, R, b->H, 0);
     g->dw = tensor(s, b->dtype, b->E, b->H, b->I);
     const double flops = 2.0 * (double)R * (double)b->H * (double)b->I;
-    return (bench_case){.forward = gmm_forward, .backward = gmm_backward, .forward_flops = flops, .backward_flops = 2 * flops};
+    return (bench_case){
+        .forward = gmm_forward, .backward = gmm_backward, .forward_flops = flops, .backward_flops = 2 * flops};
 }
 
 static double bytes_of(const fmoe_tensor *t) { return (double)elements(t) * t->dtype.bits / 8; }
@@ -278,7 +284,8 @@ static bench_case make_activation(state *s, const bench_shape *b)
     f->a = tensor(s, b->dtype, R, b->I, 0);
     g->da = random_tensor(s, b->dtype, R, b->I, 0, 1);
     g->dh = tensor(s, b->dtype, R, 2 * b->I, 0);
-    return (bench_case){.forward = activation_forward, .backward = activation_backward,
+    return (bench_case){.forward = activation_forward,
+                        .backward = activation_backward,
                         .forward_bytes = bytes_of(f->h) + bytes_of(f->a),
                         .backward_bytes = 2 * bytes_of(f->h) + bytes_of(f->a)};
 }
@@ -292,19 +299,25 @@ static bench_case make_permute(state *s, const bench_shape *b)
 {
     fmoe_permute_args *f = &s->fwd.permute, *g = &s->bwd.permute;
     prepare(s, permute_desc(b), b, b->T);
-    *f = (fmoe_permute_args){.size = sizeof *f, .x = random_tensor(s, b->dtype, b->T, b->H, 0, 1), .ids = random_ids(s, b),
-                             .xp = tensor(s, b->dtype, b->T * b->k, b->H, 0), .map = tensor(s, INT32, b->T * b->k, 0, 0)};
+    *f = (fmoe_permute_args){.size = sizeof *f,
+                             .x = random_tensor(s, b->dtype, b->T, b->H, 0, 1),
+                             .ids = random_ids(s, b),
+                             .xp = tensor(s, b->dtype, b->T * b->k, b->H, 0),
+                             .map = tensor(s, INT32, b->T * b->k, 0, 0)};
     *g = (fmoe_permute_args){.size = sizeof *g, .x = tensor(s, b->dtype, b->T, b->H, 0), .xp = f->xp, .map = f->map};
     must(fmoe_permute_forward(s->plan, f, &s->run), "permute"); /* the backward needs its map */
     const double bytes = bytes_of(f->x) + bytes_of(f->xp);
-    return (bench_case){.forward = permute_forward, .backward = permute_backward, .forward_bytes = bytes, .backward_bytes = bytes};
+    return (bench_case){
+        .forward = permute_forward, .backward = permute_backward, .forward_bytes = bytes, .backward_bytes = bytes};
 }
 
 static bench_case make_unpermute(state *s, const bench_shape *b)
 {
     fmoe_unpermute_args *f = &s->fwd.unpermute, *g = &s->bwd.unpermute;
     prepare(s, permute_desc(b), b, b->T);
-    const fmoe_permute_args map = {.size = sizeof map, .x = tensor(s, b->dtype, b->T, b->H, 0), .ids = random_ids(s, b),
+    const fmoe_permute_args map = {.size = sizeof map,
+                                   .x = tensor(s, b->dtype, b->T, b->H, 0),
+                                   .ids = random_ids(s, b),
                                    .xp = random_tensor(s, b->dtype, b->T * b->k, b->H, 0, 1),
                                    .map = tensor(s, INT32, b->T * b->k, 0, 0)};
     must(fmoe_permute_forward(s->plan, &map, &s->run), "permute");
@@ -313,7 +326,8 @@ static bench_case make_unpermute(state *s, const bench_shape *b)
     g->dout = random_tensor(s, b->dtype, b->T, b->H, 0, 1);
     g->dy = tensor(s, b->dtype, b->T * b->k, b->H, 0);
     g->dweights = tensor(s, FMOE_F32, b->T, b->k, 0);
-    return (bench_case){.forward = unpermute_forward, .backward = unpermute_backward,
+    return (bench_case){.forward = unpermute_forward,
+                        .backward = unpermute_backward,
                         .forward_bytes = bytes_of(f->y) + bytes_of(f->out),
                         .backward_bytes = 2 * bytes_of(f->y) + bytes_of(f->out)};
 }
@@ -323,21 +337,23 @@ static bench_case make_route(state *s, const bench_shape *b)
     const fmoe_desc d = {.size = sizeof d, .op = FMOE_OP_ROUTE, .E = b->E, .k = b->k, .route = {.renormalize = 1}};
     fmoe_route_args *f = &s->fwd.route, *g = &s->bwd.route;
     prepare(s, d, b, b->T);
-    *f = *g = (fmoe_route_args){.size = sizeof *f, .logits = random_tensor(s, b->dtype, b->T, b->E, 0, 4),
+    *f = *g = (fmoe_route_args){.size = sizeof *f,
+                                .logits = random_tensor(s, b->dtype, b->T, b->E, 0, 4),
                                 .ids = tensor(s, INT32, b->T, b->k, 0)};
     f->weights = tensor(s, FMOE_F32, b->T, b->k, 0);
     g->dweights = random_tensor(s, FMOE_F32, b->T, b->k, 0, 1);
     g->dlogits = tensor(s, b->dtype, b->T, b->E, 0);
     must(fmoe_route_forward(s->plan, f, &s->run), "route");
-    return (bench_case){.forward = route_forward, .backward = route_backward,
+    return (bench_case){.forward = route_forward,
+                        .backward = route_backward,
                         .forward_bytes = bytes_of(f->logits) + 2 * bytes_of(f->weights),
                         .backward_bytes = 2 * bytes_of(f->logits) + 2 * bytes_of(f->weights)};
 }
 
 bench_case bench_make(const char *op, const bench_shape *shape)
 {
-    bench_case (*const make[])(state *, const bench_shape *) = {make_experts,   make_block,     make_gmm,  make_activation,
-                                                               make_permute, make_unpermute, make_route};
+    bench_case (*const make[])(state *, const bench_shape *) = {
+        make_experts, make_block, make_gmm, make_activation, make_permute, make_unpermute, make_route};
     int i = 0;
     while (strcmp(op, bench_op_names[i]) != 0) i++;
     state *s = calloc(1, sizeof *s);

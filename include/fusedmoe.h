@@ -157,11 +157,11 @@ typedef enum fmoe_score {
 typedef enum fmoe_group_score { FMOE_GROUP_TOP2_SUM = 0, FMOE_GROUP_MAX = 1 } fmoe_group_score;
 
 typedef struct fmoe_route_rule {
-    int32_t score;        /* fmoe_score */
-    int32_t renormalize;  /* 1: divide by (sum of the k + eps) */
-    int32_t group_score;  /* fmoe_group_score */
-    int32_t groups;       /* E is split into that many groups; 0 or 1: no groups */
-    int32_t topk_groups;  /* selection is limited to that many best groups */
+    int32_t score;         /* fmoe_score */
+    int32_t renormalize;   /* 1: divide by (sum of the k + eps) */
+    int32_t group_score;   /* fmoe_group_score */
+    int32_t groups;        /* E is split into that many groups; 0 or 1: no groups */
+    int32_t topk_groups;   /* selection is limited to that many best groups */
     int32_t excluded_zero; /* 1: excluded experts compete with score 0 (DeepSeek before transformers 5.6) */
     double eps;
     double scale; /* 0 means 1 */
@@ -170,7 +170,8 @@ typedef struct fmoe_route_rule {
 /* Run fn(arg, worker) once for each worker in [0, n), concurrently if you can, and return when all are done. */
 typedef void (*fmoe_parallel_fn)(void *ctx, int n, void (*fn)(void *arg, int worker), void *arg);
 
-enum { /* fmoe_desc.flags */
+/* fmoe_desc.flags */
+enum {
     FMOE_INTERLEAVED = 1, /* gate = even, up = odd rows of W1 (gpt-oss); default: all gates, then all ups */
     FMOE_BIAS = 2,        /* b1 and b2 are given */
     FMOE_RECOMPUTE = 4,   /* keep nothing but x for backward and compute h again */
@@ -221,7 +222,8 @@ FMOE_API size_t fmoe_plan_describe(fmoe_plan plan, char *text, size_t n);
 
 /* ---- Running: every run call takes the plan, the tensors of the operation, and this ---------------------- */
 
-enum { /* fmoe_run.flags */
+/* fmoe_run.flags */
+enum {
     FMOE_ACCUMULATE = 1, /* backward: dw1, dw2, db1, db2 (dw, dbias, dw_router) are added to, not overwritten */
     FMOE_ADD_OUT = 2,    /* experts forward: out is added to */
     FMOE_ADD_DX = 4,     /* experts, block and grouped matmul backward: dx is added to */
@@ -238,9 +240,10 @@ typedef struct fmoe_run {
 
 #define FMOE_RUN_INIT ((fmoe_run){.size = sizeof(fmoe_run)})
 
-/* Common to all tensors below: activations have unit stride in their last dimension; ids, maps, sizes and p are compact. Ids, maps
- * and sizes are int32 or int64; p (routing weights), gradients of weights and biases are f32 or the plan's dtype. In a plan of
- * dtype f64 every f32 here reads f64.
+/* Common to all tensors below: activations have unit stride in their last dimension; ids, maps, sizes and p are
+ * compact. Ids, maps and sizes are int32 or int64; p (routing weights), gradients of weights and biases are f32 or the
+ * plan's dtype. In a plan of dtype f64 every f32 here reads f64.
+ *
  * Backward: an output that is NULL is not computed. */
 
 /* -- route: logits [T,E] f32 or the plan's dtype -> ids [T,k], weights [T,k]. FMOE_OP_ROUTE.
@@ -260,9 +263,10 @@ typedef struct fmoe_route_args {
 FMOE_API fmoe_status fmoe_route_forward(fmoe_plan, const fmoe_route_args *, const fmoe_run *);
 FMOE_API fmoe_status fmoe_route_backward(fmoe_plan, const fmoe_route_args *, const fmoe_run *);
 
-/* -- permute: xp[map[t*k+j]] = x[t], rows grouped by expert, in token order inside each (a stable sort). FMOE_OP_PERMUTE.
- * map has the meaning of Ascend's sortedIndices: every row below T*k at most once; -1 marks a skipped slot. Rows past the
- * last routed one become zero.
+/* -- permute: xp[map[t*k+j]] = x[t], rows grouped by expert, in token order inside each (a stable sort).
+ * FMOE_OP_PERMUTE. map has the meaning of Ascend's sortedIndices: every row below T*k at most once; -1 marks a skipped
+ * slot. Rows past the last routed one become zero.
+ *
  * Backward: dx[t] = sum_j dxp[map[t*k+j]]. */
 typedef struct fmoe_permute_args {
     size_t size;
@@ -277,7 +281,9 @@ FMOE_API fmoe_status fmoe_permute_forward(fmoe_plan, const fmoe_permute_args *, 
 FMOE_API fmoe_status fmoe_permute_backward(fmoe_plan, const fmoe_permute_args *, const fmoe_run *);
 
 /* -- unpermute: out[t] = sum_j p[t,j] * y[map[t*k+j]], p = 1 where weights is NULL. FMOE_OP_PERMUTE.
- * Backward: dy[map[t*k+j]] = p[t,j] * dout[t] (rows nobody maps to become zero), dweights[t,j] = <dout[t], y[map[t*k+j]]>. */
+ *
+ * Backward: dy[map[t*k+j]] = p[t,j] * dout[t] (rows nobody maps to become zero), dweights[t,j] = <dout[t],
+ * y[map[t*k+j]]>. */
 typedef struct fmoe_unpermute_args {
     size_t size;
     const fmoe_tensor *y;        /* in  [R,H]; backward: needed for dweights only */
@@ -293,10 +299,13 @@ FMOE_API fmoe_status fmoe_unpermute_forward(fmoe_plan, const fmoe_unpermute_args
 FMOE_API fmoe_status fmoe_unpermute_backward(fmoe_plan, const fmoe_unpermute_args *, const fmoe_run *);
 
 /* -- grouped matmul: y[r] = x[r] . w[g(r)] + bias[g(r)], rows in order of their groups. FMOE_OP_GROUPED_MATMUL.
- * Any strides on w and dw: a transposed view costs no copy. sizes are counts or (cumulative = 1) running sums; rows past
- * the total are left alone in y and become zero in dx. sizes may be NULL when E is 1. y and dy are f32 or the plan's dtype.
- * Backward: dx = dy . w^T, dw[g] = x_g^T . dy_g (contraction over the group's rows), dbias[g] = sum of dy_g. An empty group's
- * dw and dbias become zero (or are left alone with FMOE_ACCUMULATE).
+ * Any strides on w and dw: a transposed view costs no copy. sizes are counts or (cumulative = 1) running sums; rows
+ * past the total are left alone in y and become zero in dx. sizes may be NULL when E is 1. y and dy are f32 or the
+ * plan's dtype.
+ *
+ * Backward: dx = dy . w^T, dw[g] = x_g^T . dy_g (contraction over the group's rows), dbias[g] = sum of dy_g. An empty
+ * group's dw and dbias become zero (or are left alone with FMOE_ACCUMULATE).
+ *
  * List form, for groups in tensors of their own: list = 1, every tensor pointer is an array of E tensors, x[g]: [m,K],
  * w[g]: [K,N], y[g]: [m,N], bias[g]: [N]; sizes may differ from group to group; `sizes` is not used. */
 typedef struct fmoe_gmm_args {
@@ -330,8 +339,9 @@ typedef struct fmoe_activation_args {
 FMOE_API fmoe_status fmoe_activation_forward(fmoe_plan, const fmoe_activation_args *, const fmoe_run *);
 FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_args *, const fmoe_run *);
 
-/* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass shape
- * [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way the weights do. */
+/* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass
+ * shape [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way
+ * the weights do. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;   /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;   /* [E,2I] */
@@ -343,9 +353,9 @@ typedef struct fmoe_weights {
 } fmoe_weights;
 
 /* -- experts: the layer with ids and weights given. FMOE_OP_EXPERTS.
- * Duplicate ids of one token add. An id that is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU at
- * once; on a device it is skipped and the error is reported by the next call on that plan.
- * The backward gets the same x, ids, weights and w that the forward had, and the saved state it wrote. */
+ * Duplicate ids of one token add. An id that is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU
+ * at once; on CUDA the slot is skipped and the error reported by the next call on that plan; on Ascend it is CANN's to
+ * refuse. The backward gets the same x, ids, weights and w that the forward had, and the saved state it wrote. */
 typedef struct fmoe_experts_args {
     size_t size;
     const fmoe_tensor *x;       /* in  [T,H] */
@@ -365,7 +375,8 @@ FMOE_API fmoe_status fmoe_experts_forward(fmoe_plan, const fmoe_experts_args *, 
 FMOE_API fmoe_status fmoe_experts_backward(fmoe_plan, const fmoe_experts_args *, const fmoe_run *);
 
 /* -- block: logits = x . w_router^T + b_router; route; experts; plus the shared expert. FMOE_OP_BLOCK.
- * logits, ids and weights are outputs of the forward and inputs of the backward. shared: w1 [1,2*shared_I,H], w2 [1,H,shared_I]. */
+ * logits, ids and weights are outputs of the forward and inputs of the backward. shared: w1 [1,2*shared_I,H], w2
+ * [1,H,shared_I]. */
 typedef struct fmoe_block_args {
     size_t size;
     const fmoe_tensor *x;           /* in  [T,H] */
@@ -382,7 +393,7 @@ typedef struct fmoe_block_args {
     void *saved;                    /* as in experts */
     size_t saved_bytes;
     const fmoe_tensor *dout;         /* in  [T,H]; backward only */
-    const fmoe_tensor *dlogits;      /* in  [T,E], or NULL: gradient that reaches the logits from elsewhere (auxiliary loss) */
+    const fmoe_tensor *dlogits;      /* in  [T,E], or NULL: what reaches the logits from elsewhere (auxiliary loss) */
     const fmoe_tensor *dx;           /* out [T,H], or NULL */
     const fmoe_tensor *dw_router;    /* out [E,H], or NULL */
     const fmoe_tensor *db_router;    /* out [E], or NULL */
@@ -396,8 +407,8 @@ FMOE_API fmoe_status fmoe_block_backward(fmoe_plan, const fmoe_block_args *, con
 
 /* ---- The machine ---------------------------------------------------------------------------------------- */
 
-/* CPU kernel levels, from low to high: "c", "avx2", "avx512", "avx512_bf16" on x86-64; "c", "neon", "neon_bf16" on arm64.
- * The level of new plans is the highest one the CPU and the operating system offer, capped by the environment
+/* CPU kernel levels, from low to high: "c", "avx2", "avx512", "avx512_bf16" on x86-64; "c", "neon", "neon_bf16" on
+ * arm64. The level of new plans is the highest one the CPU and the operating system offer, capped by the environment
  * variable FMOE_MAX_ISA (read once) and by this call (NULL: no cap). An unknown name is FMOE_ERR_ARG. */
 FMOE_API fmoe_status fmoe_cpu_set_max_isa(const char *name);
 FMOE_API const char *fmoe_cpu_isa(void); /* the level a plan made now would get */
@@ -406,8 +417,9 @@ FMOE_API const char *fmoe_cpu_isa(void); /* the level a plan made now would get 
 FMOE_API size_t fmoe_info(char *text, size_t n);
 
 #ifdef FMOE_EXPERIMENTAL
-/* Not covered by the promise of stability. Rate of a register-only loop of multiply-adds on the level of new plans, in GFLOP/s
- * over all threads at once, and of a read-only sweep over memory in GB/s: the ceilings benchmarks are held against. */
+/* Not covered by the promise of stability. Rate of a register-only loop of multiply-adds on the level of new plans, in
+ * GFLOP/s over all threads at once, and of a read-only sweep over memory in GB/s: the ceilings benchmarks are held
+ * against. */
 FMOE_API double fmoe_cpu_ceiling_gflops(fmoe_dtype dtype, int threads);
 FMOE_API double fmoe_cpu_stream_gbytes(int threads);
 #endif

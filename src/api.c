@@ -20,21 +20,21 @@ typedef struct call {
     fmoe_checker check;
 } call;
 
-static fmoe_status begin(call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, size_t args_size, size_t expected,
-                         const char *args_name, const fmoe_run *run, uint32_t known_flags)
+static fmoe_status begin(call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, size_t args_size,
+                         size_t expected, const char *args_name, const fmoe_run *run, uint32_t known_flags)
 {
     static const char *const op_name[] = {"?", "route", "permute", "grouped matmul", "activation", "experts", "block"};
     if (args_size != expected)
         return fmoe_fail(FMOE_ERR_ABI, "%s.size is %zu, this library (%s) knows %zu", args_name, args_size,
                          fmoe_version_string(), expected);
     if (run->size != sizeof *run)
-        return fmoe_fail(FMOE_ERR_ABI, "fmoe_run.size is %zu, this library (%s) knows %zu", run->size, fmoe_version_string(),
-                         sizeof *run);
+        return fmoe_fail(FMOE_ERR_ABI, "fmoe_run.size is %zu, this library (%s) knows %zu", run->size,
+                         fmoe_version_string(), sizeof *run);
     if (p->d.op != (int32_t)op)
         return fmoe_fail(FMOE_ERR_PLAN, "the plan is for %s, the call is for %s", op_name[p->d.op], op_name[op]);
     if (run->flags & ~known_flags)
-        return fmoe_fail(FMOE_ERR_ARG, "fmoe_run.flags 0x%x has bits that do not apply to %s %s, which knows 0x%x", run->flags,
-                         op_name[op], pass ? "backward" : "forward", known_flags);
+        return fmoe_fail(FMOE_ERR_ARG, "fmoe_run.flags 0x%x has bits that do not apply to %s %s, which knows 0x%x",
+                         run->flags, op_name[op], pass ? "backward" : "forward", known_flags);
     *c = (call){.p = p, .run = run, .pass = pass, .check = fmoe_checker_begin(p)};
     return FMOE_OK;
 }
@@ -59,33 +59,35 @@ static fmoe_status finish(call *c, const fmoe_arg *args, int n, fmoe_axis_id row
     if (saved && (uintptr_t)saved % align)
         return fmoe_fail(FMOE_ERR_ALIGN, "saved at %p is not aligned to %zu", saved, align);
     if (saved && saved_bytes < keep)
-        return fmoe_fail(FMOE_ERR_WORKSPACE, "saved has %zu bytes, %zu are needed for %" PRId64 " rows", saved_bytes, keep, T);
+        return fmoe_fail(FMOE_ERR_WORKSPACE, "saved has %zu bytes, %zu are needed for %" PRId64 " rows", saved_bytes,
+                         keep, T);
     if (!saved && keep && c->pass == FMOE_BACKWARD)
-        return fmoe_fail(FMOE_ERR_WORKSPACE, "saved is NULL, the forward of this plan keeps %zu bytes for %" PRId64 " rows", keep,
-                         T);
+        return fmoe_fail(FMOE_ERR_WORKSPACE,
+                         "saved is NULL, the forward of this plan keeps %zu bytes for %" PRId64 " rows", keep, T);
     return FMOE_OK;
 }
 
 /* The exported pair of an operation: acquire the plan, check, run, release. */
 #define RUN_CALL(name, op, args_type, fwd_flags, bwd_flags)                                                            \
-    static fmoe_status name##_call(fmoe_plan plan, fmoe_pass pass, const args_type *a, const fmoe_run *run)           \
+    static fmoe_status name##_call(fmoe_plan plan, fmoe_pass pass, const args_type *a, const fmoe_run *run)            \
     {                                                                                                                  \
         fmoe_plan_impl *p;                                                                                             \
         if (!a) return fmoe_fail(FMOE_ERR_NULL, #args_type " is NULL");                                                \
         if (!run) return fmoe_fail(FMOE_ERR_NULL, "fmoe_run is NULL");                                                 \
         FMOE_TRY(fmoe_plan_acquire(plan, &p));                                                                         \
         call c;                                                                                                        \
-        fmoe_status status = begin(&c, p, op, pass, a->size, sizeof *a, #args_type, run, pass ? bwd_flags : fwd_flags); \
+        fmoe_status status =                                                                                           \
+            begin(&c, p, op, pass, a->size, sizeof *a, #args_type, run, pass ? bwd_flags : fwd_flags);                 \
         if (status == FMOE_OK) status = name##_check(&c, a);                                                           \
         if (status == FMOE_OK) status = name##_run(&c, a);                                                             \
         fmoe_plan_release(plan);                                                                                       \
         return status;                                                                                                 \
     }                                                                                                                  \
-    fmoe_status fmoe_##name##_forward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                        \
+    fmoe_status fmoe_##name##_forward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                         \
     {                                                                                                                  \
         return name##_call(plan, FMOE_FORWARD, a, run);                                                                \
     }                                                                                                                  \
-    fmoe_status fmoe_##name##_backward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                       \
+    fmoe_status fmoe_##name##_backward(fmoe_plan plan, const args_type *a, const fmoe_run *run)                        \
     {                                                                                                                  \
         return name##_call(plan, FMOE_BACKWARD, a, run);                                                               \
     }
@@ -132,8 +134,8 @@ static fmoe_status need_rows(const call *c, const char *name)
 {
     const int64_t T = c->check.size[AXIS_T], R = c->check.size[AXIS_R];
     if (R >= 0 && (T > 0 ? R / c->p->d.k < T : false))
-        return fmoe_fail(FMOE_ERR_SHAPE, "%s has %" PRId64 " rows, T*k = %" PRId64 " * %" PRId64 " are needed", name, R, T,
-                         c->p->d.k);
+        return fmoe_fail(FMOE_ERR_SHAPE, "%s has %" PRId64 " rows, T*k = %" PRId64 " * %" PRId64 " are needed", name, R,
+                         T, c->p->d.k);
     return FMOE_OK;
 }
 
@@ -205,23 +207,32 @@ static int gmm_list(const fmoe_gmm_args *a, fmoe_pass pass, int64_t E, int64_t l
     const bool back = pass == FMOE_BACKWARD;
     const fmoe_axis_id stack = list ? AXIS_NONE : AXIS_E;
     int n = 0;
-    args[n++] = (fmoe_arg){"x", a->x, back && !a->dw ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
-    args[n++] = (fmoe_arg){"w", a->w, back && !a->dx ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_MATRIX,
-                           {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+    args[n++] =
+        (fmoe_arg){"x", a->x, back && !a->dw ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
+    args[n++] = (fmoe_arg){
+        "w",       a->w,          back && !a->dx ? ARG_OPTIONAL : ARG_IN,
+        TYPE_PLAN, LAYOUT_MATRIX, {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE},
+        list};
     if (!list)
-        args[n++] = (fmoe_arg){"sizes", a->sizes, E == 1 ? ARG_OPTIONAL : ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0};
+        args[n++] =
+            (fmoe_arg){"sizes", a->sizes, E == 1 ? ARG_OPTIONAL : ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0};
     if (!back) {
         args[n++] = (fmoe_arg){"y", a->y, ARG_OUT, y_types, LAYOUT_ROWS, {AXIS_R, AXIS_N}, list};
-        args[n++] = (fmoe_arg){"bias", a->bias, ARG_OPTIONAL, TYPE_PLAN | TYPE_WIDE, LAYOUT_ROWS,
-                               {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+        args[n++] = (fmoe_arg){"bias",       a->bias,
+                               ARG_OPTIONAL, TYPE_PLAN | TYPE_WIDE,
+                               LAYOUT_ROWS,  {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE},
+                               list};
         return n;
     }
     args[n++] = (fmoe_arg){"dy", a->dy, ARG_IN, y_types, LAYOUT_ROWS, {AXIS_R, AXIS_N}, list};
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
-    args[n++] = (fmoe_arg){"dw", a->dw, ARG_OPTIONAL_OUT, grad, LAYOUT_MATRIX,
-                           {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
-    args[n++] = (fmoe_arg){"dbias", a->dbias, ARG_OPTIONAL_OUT, grad, LAYOUT_ROWS,
-                           {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE}, list};
+    args[n++] =
+        (fmoe_arg){"dw", a->dw,         ARG_OPTIONAL_OUT,
+                   grad, LAYOUT_MATRIX, {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE},
+                   list};
+    args[n++] = (fmoe_arg){"dbias", a->dbias,    ARG_OPTIONAL_OUT,
+                           grad,    LAYOUT_ROWS, {stack ? stack : AXIS_N, stack ? AXIS_N : AXIS_NONE},
+                           list};
     return n;
 }
 
@@ -233,8 +244,9 @@ static fmoe_status grouped_matmul_check(call *c, const fmoe_gmm_args *a)
     if (a->cumulative != 0 && a->cumulative != 1)
         return fmoe_fail(FMOE_ERR_ARG, "cumulative is %d, must be 0 or 1", a->cumulative);
     if (a->list != (c->p->d.K == 0))
-        return fmoe_fail(FMOE_ERR_PLAN, "list is %d, the plan was made with K = %" PRId64 ", N = %" PRId64
-                         " (0, 0 is the list form)", a->list, c->p->d.K, c->p->d.N);
+        return fmoe_fail(FMOE_ERR_PLAN,
+                         "list is %d, the plan was made with K = %" PRId64 ", N = %" PRId64 " (0, 0 is the list form)",
+                         a->list, c->p->d.K, c->p->d.N);
     if (c->pass == FMOE_BACKWARD && !a->dx && !a->dw && !a->dbias)
         return fmoe_fail(FMOE_ERR_NULL, "dx, dw and dbias are all NULL: nothing to compute");
     const int n = gmm_list(a, c->pass, E, a->list ? E : 0, args);
@@ -255,7 +267,10 @@ static fmoe_status grouped_matmul_check(call *c, const fmoe_gmm_args *a)
     return finish(c, NULL, 0, AXIS_R, NULL, 0);
 }
 
-static fmoe_status grouped_matmul_run(call *c, const fmoe_gmm_args *a) { return c->p->backend->gmm[c->pass](c->p, a, c->run); }
+static fmoe_status grouped_matmul_run(call *c, const fmoe_gmm_args *a)
+{
+    return c->p->backend->gmm[c->pass](c->p, a, c->run);
+}
 
 RUN_CALL(grouped_matmul, FMOE_OP_GROUPED_MATMUL, fmoe_gmm_args, 0, FMOE_ACCUMULATE | FMOE_ADD_DX)
 
@@ -290,16 +305,17 @@ static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down;
 
 static const weight_names experts_names = {"w1", "b1", "w2", "b2", "gate", "up", "down"};
 static const weight_names experts_grad_names = {"dw1", "db1", "dw2", "db2", "dgate", "dup", "ddown"};
-static const weight_names shared_names = {"shared w1", "shared b1", "shared w2", "shared b2", "shared gate list",
-                                          "shared up list", "shared down list"};
-static const weight_names shared_grad_names = {"dshared w1", "dshared b1", "dshared w2", "dshared b2", "dshared gate list",
-                                               "dshared up list", "dshared down list"};
+static const weight_names shared_names = {"shared w1",        "shared b1",      "shared w2",       "shared b2",
+                                          "shared gate list", "shared up list", "shared down list"};
+static const weight_names shared_grad_names = {"dshared w1",        "dshared b1",      "dshared w2",       "dshared b2",
+                                               "dshared gate list", "dshared up list", "dshared down list"};
 
-static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names, bool shared,
-                       bool grad)
+static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names,
+                       bool shared, bool grad)
 {
     const bool list = is_list(w), bias = (p->d.flags & FMOE_BIAS) != 0;
-    const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC, I = shared ? AXIS_SHARED_I : AXIS_I;
+    const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC,
+                       I = shared ? AXIS_SHARED_I : AXIS_I;
     const int types = grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
     const int need = grad ? ARG_OPTIONAL_OUT : ARG_IN;
     const int64_t n_list = shared ? 1 : p->d.E;
@@ -328,22 +344,25 @@ static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w,
         return fmoe_fail(FMOE_ERR_ARG, "%s and %s are both given: weights are stacked or lists, not both",
                          w->w1 || w->b1 ? names->w1 : names->w2, names->up);
     if (list && (p->d.flags & FMOE_BIAS))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but the plan has FMOE_BIAS: the list form has no biases", names->up);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but the plan has FMOE_BIAS: the list form has no biases",
+                         names->up);
     if (w->gate && !p->gated)
         return fmoe_fail(FMOE_ERR_ARG, "%s is given, but the activation %d is ungated", names->gate, p->d.act);
     if (!(p->d.flags & FMOE_BIAS) && (w->b1 || w->b2))
-        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_BIAS", w->b1 ? names->b1 : names->b2);
+        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_BIAS",
+                         w->b1 ? names->b1 : names->b2);
     return FMOE_OK;
 }
 
 /* Interleaving is a property of stacks: gradients then come the way the weights came. */
-static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *w, const fmoe_weights *dw, const weight_names *names,
-                                   const weight_names *grad_names)
+static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *w, const fmoe_weights *dw,
+                                   const weight_names *names, const weight_names *grad_names)
 {
     FMOE_TRY(check_weights(p, dw, grad_names));
     const bool first = dw->w1 || dw->gate || dw->up;
     if (first && p->gated && (p->d.flags & FMOE_INTERLEAVED) && is_list(w) != is_list(dw))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s are given as %s, %s as %s: with FMOE_INTERLEAVED both must be the same", names->w1,
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "%s are given as %s, %s as %s: with FMOE_INTERLEAVED both must be the same", names->w1,
                          is_list(w) ? "lists" : "a stack", grad_names->w1, is_list(dw) ? "lists" : "a stack");
     return FMOE_OK;
 }
@@ -366,12 +385,16 @@ static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
     FMOE_TRY(check_gradients(c->p, &a->w, &a->dw, &experts_names, &experts_grad_names));
     args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
-    args[n++] = (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
+    args[n++] =
+        (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
     return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
 }
 
-static fmoe_status experts_run(call *c, const fmoe_experts_args *a) { return c->p->backend->experts[c->pass](c->p, a, c->run); }
+static fmoe_status experts_run(call *c, const fmoe_experts_args *a)
+{
+    return c->p->backend->experts[c->pass](c->p, a, c->run);
+}
 
 RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMULATE | FMOE_ADD_DX)
 
@@ -379,7 +402,8 @@ RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMUL
 
 static fmoe_status block_check(call *c, const fmoe_block_args *a)
 {
-    const bool back = c->pass == FMOE_BACKWARD, shared = c->p->d.shared_I > 0, gate = (c->p->d.flags & FMOE_SHARED_GATE) != 0;
+    const bool back = c->pass == FMOE_BACKWARD, shared = c->p->d.shared_I > 0,
+               gate = (c->p->d.flags & FMOE_SHARED_GATE) != 0;
     const int wide = TYPE_PLAN | TYPE_WIDE;
     const int routed = back ? ARG_IN : ARG_OUT;
     fmoe_arg args[32];
@@ -392,7 +416,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
     args[n++] = (fmoe_arg){"select_bias", a->select_bias, ARG_OPTIONAL, TYPE_WIDE, LAYOUT_COMPACT, {AXIS_E}, 0};
     n += weight_args(args + n, c->p, &a->w, &experts_names, false, false);
     if (shared) n += weight_args(args + n, c->p, &a->shared, &shared_names, true, false);
-    if (gate) args[n++] = (fmoe_arg){"shared_gate", a->shared_gate, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
+    if (gate)
+        args[n++] = (fmoe_arg){"shared_gate", a->shared_gate, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"logits", a->logits, routed, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
     args[n++] = (fmoe_arg){"ids", a->ids, routed, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     args[n++] = (fmoe_arg){"weights", a->weights, routed, wide, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
@@ -410,7 +435,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
     n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
     if (shared) n += weight_args(args + n, c->p, &a->dshared, &shared_grad_names, true, true);
     if (gate)
-        args[n++] = (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
+        args[n++] =
+            (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
     return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
 }
 

@@ -37,7 +37,8 @@ static void load_cuda(void)
     char path[4096];
     const char *override = getenv("FMOE_CUDA_LIBRARY");
     if (override && *override == '/' && strlen(override) < sizeof path) strcpy(path, override);
-    else if (!path_beside_us("libfusedmoe_cuda.so", path, sizeof path)) strcpy(path, "/nonexistent/libfusedmoe_cuda.so");
+    else if (!path_beside_us("libfusedmoe_cuda.so", path, sizeof path))
+        strcpy(path, "/nonexistent/libfusedmoe_cuda.so");
     void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!handle) {
         const char *why = dlerror();
@@ -65,8 +66,8 @@ size_t fmoe_cuda_info(char *text, size_t n)
 fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_backend **backend)
 {
     if (dtype == FMOE_F64 && device.type != FMOE_CPU)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "dtype f64 is computed on the CPU only (device type 1), not on device type %d",
-                         device.type);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "dtype f64 is computed on the CPU only (device type 1), not on device type %d", device.type);
     switch (device.type) {
     case FMOE_CPU:
         if (device.id != 0) return fmoe_fail(FMOE_ERR_ARG, "device.id is %d, the CPU is device 0", device.id);

@@ -2,8 +2,9 @@
  *
  * backend.h - what the core and a backend know of each other, and nothing else.
  *
- * The core (api.c, plan.c) checks every argument a host can check: sizes, dtypes, strides, overlap, workspace. A backend
- * may rely on that. What only the data can tell (expert ids, group sizes, map entries) is the backend's to check.
+ * The core (api.c, plan.c) checks every argument a host can check: sizes, dtypes, strides, overlap, workspace. A
+ * backend may rely on that. What only the data can tell (expert ids, group sizes, map entries) is the backend's to
+ * check.
  *
  * A backend is one table of functions. CPU, reference and Ascend are compiled in; CUDA is a shared object that exports
  * fmoe_cuda_backend() and is loaded when a CUDA device is first asked for.
@@ -25,7 +26,8 @@ typedef struct fmoe_backend {
     fmoe_status (*plan_init)(fmoe_plan_impl *p);
     void (*plan_fini)(fmoe_plan_impl *p);
 
-    /* Workspace of one pass on T tokens (rows), and what the forward keeps. workspace is NULL when only the latter is asked. */
+    /* Workspace of one pass on T tokens (rows), and what the forward keeps. workspace is NULL when only the latter is
+     * asked. */
     fmoe_status (*bytes)(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 
     /* snprintf-like: which kernels and why, lines ending in \n. */
@@ -46,10 +48,10 @@ typedef struct fmoe_backend {
 struct fmoe_plan_impl {
     fmoe_desc d;
     const fmoe_backend *backend;
-    void *priv;                 /* the backend's */
-    int gated;                  /* h has 2I columns */
-    int64_t h_cols;             /* 2I or I */
-    fmoe_plan_impl *part[6];    /* FMOE_OP_BLOCK: the plans it is composed of (block.c) */
+    void *priv;              /* the backend's */
+    int gated;               /* h has 2I columns */
+    int64_t h_cols;          /* 2I or I */
+    fmoe_plan_impl *part[6]; /* FMOE_OP_BLOCK: the plans it is composed of (block.c) */
 };
 
 /* What a backend in a shared object of its own gets from the core. */

@@ -8,8 +8,8 @@
  *   out   += p' * shared(x)                             experts again, with E = 1 and k = 1
  *
  * The shared expert's weight p' is a routing weight over one expert: sigmoid routing of x . shared_gate gives
- * sigmoid(x . shared_gate), softmax routing of any one logit gives 1. So nothing here computes: every backend that has the
- * five operations has the block, and host code never touches device memory. */
+ * sigmoid(x . shared_gate), softmax routing of any one logit gives 1. So nothing here computes: every backend that has
+ * the five operations has the block, and host code never touches device memory. */
 #include <stdlib.h>
 
 #include "plan.h"
@@ -62,11 +62,11 @@ typedef struct block_state { /* saved from forward to backward; in the workspace
 } block_state;
 
 typedef struct block_scratch {
-    void *part;             /* one buffer, large enough for each part in turn */
-    void *dweights;         /* [T,k] */
-    void *dlogits;          /* [T,E] */
-    void *dshared_p;        /* [T,1] */
-    void *dgate_logits;     /* [T,1] */
+    void *part;         /* one buffer, large enough for each part in turn */
+    void *dweights;     /* [T,k] */
+    void *dlogits;      /* [T,E] */
+    void *dshared_p;    /* [T,1] */
+    void *dgate_logits; /* [T,1] */
     size_t part_bytes;
 } block_scratch;
 
@@ -200,8 +200,11 @@ static const fmoe_tensor *first_column(view *v, const fmoe_tensor *m)
 
 static fmoe_run part_run(const fmoe_run *run, const block_scratch *s, uint32_t flags)
 {
-    return (fmoe_run){.size = sizeof(fmoe_run), .workspace = s->part, .workspace_bytes = s->part_bytes,
-                      .stream = run->stream, .flags = flags};
+    return (fmoe_run){.size = sizeof(fmoe_run),
+                      .workspace = s->part,
+                      .workspace_bytes = s->part_bytes,
+                      .stream = run->stream,
+                      .flags = flags};
 }
 
 /* ---- forward ---- */
@@ -214,29 +217,46 @@ static fmoe_status forward(const fmoe_plan_impl *p, const fmoe_block_args *a, co
     const fmoe_run plain = part_run(run, scratch, 0);
     view w, bias, gate_logits, ids, p1;
 
-    const fmoe_gmm_args router = {.size = sizeof router, .x = a->x, .w = as_group(&w, a->w_router),
-                                  .bias = as_row(&bias, a->b_router), .y = a->logits};
+    const fmoe_gmm_args router = {.size = sizeof router,
+                                  .x = a->x,
+                                  .w = as_group(&w, a->w_router),
+                                  .bias = as_row(&bias, a->b_router),
+                                  .y = a->logits};
     FMOE_TRY(b->gmm[FMOE_FORWARD](p->part[PART_ROUTER], &router, &plain));
-    const fmoe_route_args route = {.size = sizeof route, .logits = a->logits, .select_bias = a->select_bias, .ids = a->ids,
-                                   .weights = a->weights};
+    const fmoe_route_args route = {
+        .size = sizeof route, .logits = a->logits, .select_bias = a->select_bias, .ids = a->ids, .weights = a->weights};
     FMOE_TRY(b->route[FMOE_FORWARD](p->part[PART_ROUTE], &route, &plain));
-    const fmoe_experts_args experts = {.size = sizeof experts, .x = a->x, .ids = a->ids, .weights = a->weights, .w = a->w,
-                                       .out = a->out, .saved = s->experts};
+    const fmoe_experts_args experts = {.size = sizeof experts,
+                                       .x = a->x,
+                                       .ids = a->ids,
+                                       .weights = a->weights,
+                                       .w = a->w,
+                                       .out = a->out,
+                                       .saved = s->experts};
     FMOE_TRY(b->experts[FMOE_FORWARD](p->part[PART_EXPERTS], &experts, &plain));
     if (!p->part[PART_SHARED]) return FMOE_OK;
 
     if (p->part[PART_GATE]) {
-        const fmoe_gmm_args gate = {.size = sizeof gate, .x = a->x, .w = as_group(&w, a->shared_gate),
+        const fmoe_gmm_args gate = {.size = sizeof gate,
+                                    .x = a->x,
+                                    .w = as_group(&w, a->shared_gate),
                                     .y = view_of(&gate_logits, p, s->gate_logits, wide_dtype(p), T, 1)};
         FMOE_TRY(b->gmm[FMOE_FORWARD](p->part[PART_GATE], &gate, &plain));
     } else {
         first_column(&gate_logits, a->logits); /* softmax over one: 1, whatever the logit */
     }
-    const fmoe_route_args one = {.size = sizeof one, .logits = &gate_logits.t, .ids = view_of(&ids, p, s->shared_ids, -32, T, 1),
+    const fmoe_route_args one = {.size = sizeof one,
+                                 .logits = &gate_logits.t,
+                                 .ids = view_of(&ids, p, s->shared_ids, -32, T, 1),
                                  .weights = view_of(&p1, p, s->shared_p, wide_dtype(p), T, 1)};
     FMOE_TRY(b->route[FMOE_FORWARD](p->part[PART_SHARED_ROUTE], &one, &plain));
-    const fmoe_experts_args shared = {.size = sizeof shared, .x = a->x, .ids = &ids.t, .weights = &p1.t, .w = a->shared,
-                                      .out = a->out, .saved = s->shared};
+    const fmoe_experts_args shared = {.size = sizeof shared,
+                                      .x = a->x,
+                                      .ids = &ids.t,
+                                      .weights = &p1.t,
+                                      .w = a->shared,
+                                      .out = a->out,
+                                      .saved = s->shared};
     const fmoe_run add = part_run(run, scratch, FMOE_ADD_OUT);
     return b->experts[FMOE_FORWARD](p->part[PART_SHARED], &shared, &add);
 }
@@ -250,14 +270,19 @@ static fmoe_status matmul_backward(const fmoe_plan_impl *p, int part, const fmoe
 {
     if (!a->dx && !dw && !dbias) return FMOE_OK;
     view wv, dwv, dbv;
-    const fmoe_gmm_args args = {.size = sizeof args, .x = a->x, .w = as_group(&wv, w), .dy = dy, .dx = a->dx,
-                                .dw = as_group(&dwv, dw), .dbias = as_row(&dbv, dbias)};
+    const fmoe_gmm_args args = {.size = sizeof args,
+                                .x = a->x,
+                                .w = as_group(&wv, w),
+                                .dy = dy,
+                                .dx = a->dx,
+                                .dw = as_group(&dwv, dw),
+                                .dbias = as_row(&dbv, dbias)};
     const fmoe_run add = part_run(run, scratch, FMOE_ADD_DX | flags);
     return p->backend->gmm[FMOE_BACKWARD](p->part[part], &args, &add);
 }
 
-static fmoe_status backward(const fmoe_plan_impl *p, const fmoe_block_args *a, const fmoe_run *run, const block_state *s,
-                            const block_scratch *scratch)
+static fmoe_status backward(const fmoe_plan_impl *p, const fmoe_block_args *a, const fmoe_run *run,
+                            const block_state *s, const block_scratch *scratch)
 {
     const fmoe_backend *b = p->backend;
     const int64_t T = a->x->shape[0];
@@ -266,37 +291,55 @@ static fmoe_status backward(const fmoe_plan_impl *p, const fmoe_block_args *a, c
     const bool router = a->dx || a->dw_router || a->db_router;
     view dweights, dlogits, ids, p1, dp1, gate_logits, dgate;
 
-    const fmoe_experts_args experts = {
-        .size = sizeof experts, .x = a->x, .ids = a->ids, .weights = a->weights, .w = a->w, .saved = s->experts,
-        .dout = a->dout, .dx = a->dx, .dw = a->dw,
-        .dweights = router ? view_of(&dweights, p, scratch->dweights, wide, T, p->d.k) : NULL};
+    const fmoe_experts_args experts = {.size = sizeof experts,
+                                       .x = a->x,
+                                       .ids = a->ids,
+                                       .weights = a->weights,
+                                       .w = a->w,
+                                       .saved = s->experts,
+                                       .dout = a->dout,
+                                       .dx = a->dx,
+                                       .dw = a->dw,
+                                       .dweights =
+                                           router ? view_of(&dweights, p, scratch->dweights, wide, T, p->d.k) : NULL};
     const fmoe_run first = part_run(run, scratch, run->flags & (FMOE_ACCUMULATE | FMOE_ADD_DX));
     FMOE_TRY(b->experts[FMOE_BACKWARD](p->part[PART_EXPERTS], &experts, &first));
     if (router) {
-        const fmoe_route_args route = {.size = sizeof route, .logits = a->logits, .select_bias = a->select_bias,
-                                       .ids = a->ids, .dweights = &dweights.t,
+        const fmoe_route_args route = {.size = sizeof route,
+                                       .logits = a->logits,
+                                       .select_bias = a->select_bias,
+                                       .ids = a->ids,
+                                       .dweights = &dweights.t,
                                        .dlogits = view_of(&dlogits, p, scratch->dlogits, wide, T, p->d.E)};
         const fmoe_run plain = part_run(run, scratch, 0);
         FMOE_TRY(b->route[FMOE_BACKWARD](p->part[PART_ROUTE], &route, &plain));
         FMOE_TRY(matmul_backward(p, PART_ROUTER, a, a->w_router, &dlogits.t, a->dw_router, a->db_router, run, scratch,
                                  accumulate));
         if (a->dlogits) /* what came to the logits from elsewhere goes the same way, added */
-            FMOE_TRY(matmul_backward(p, PART_ROUTER, a, a->w_router, a->dlogits, a->dw_router, a->db_router, run, scratch,
-                                     FMOE_ACCUMULATE));
+            FMOE_TRY(matmul_backward(p, PART_ROUTER, a, a->w_router, a->dlogits, a->dw_router, a->db_router, run,
+                                     scratch, FMOE_ACCUMULATE));
     }
     if (!p->part[PART_SHARED]) return FMOE_OK;
 
     const bool gate = p->part[PART_GATE] && (a->dx || a->dshared_gate);
     view_of(&ids, p, s->shared_ids, -32, T, 1);
-    const fmoe_experts_args shared = {
-        .size = sizeof shared, .x = a->x, .ids = &ids.t, .weights = view_of(&p1, p, s->shared_p, wide, T, 1), .w = a->shared,
-        .saved = s->shared, .dout = a->dout, .dx = a->dx, .dw = a->dshared,
-        .dweights = gate ? view_of(&dp1, p, scratch->dshared_p, wide, T, 1) : NULL};
+    const fmoe_experts_args shared = {.size = sizeof shared,
+                                      .x = a->x,
+                                      .ids = &ids.t,
+                                      .weights = view_of(&p1, p, s->shared_p, wide, T, 1),
+                                      .w = a->shared,
+                                      .saved = s->shared,
+                                      .dout = a->dout,
+                                      .dx = a->dx,
+                                      .dw = a->dshared,
+                                      .dweights = gate ? view_of(&dp1, p, scratch->dshared_p, wide, T, 1) : NULL};
     const fmoe_run add = part_run(run, scratch, FMOE_ADD_DX | accumulate);
     FMOE_TRY(b->experts[FMOE_BACKWARD](p->part[PART_SHARED], &shared, &add));
     if (!gate) return FMOE_OK;
-    const fmoe_route_args one = {.size = sizeof one, .logits = view_of(&gate_logits, p, s->gate_logits, wide, T, 1),
-                                 .ids = &ids.t, .dweights = &dp1.t,
+    const fmoe_route_args one = {.size = sizeof one,
+                                 .logits = view_of(&gate_logits, p, s->gate_logits, wide, T, 1),
+                                 .ids = &ids.t,
+                                 .dweights = &dp1.t,
                                  .dlogits = view_of(&dgate, p, scratch->dgate_logits, wide, T, 1)};
     const fmoe_run plain = part_run(run, scratch, 0);
     FMOE_TRY(b->route[FMOE_BACKWARD](p->part[PART_SHARED_ROUTE], &one, &plain));

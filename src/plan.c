@@ -2,8 +2,8 @@
  *
  * plan.c - from a description to a plan, and the table of handles.
  *
- * A handle is generation << 16 | slot. Run calls look the slot up, compare the generation and take a reference, all in one
- * atomic word, so a stale, forged or foreign handle is an error and never a pointer that is followed. */
+ * A handle is generation << 16 | slot. Run calls look the slot up, compare the generation and take a reference, all in
+ * one atomic word, so a stale, forged or foreign handle is an error and never a pointer that is followed. */
 #include "plan.h"
 
 #include <inttypes.h>
@@ -32,7 +32,8 @@ static pthread_mutex_t slots_mutex = PTHREAD_MUTEX_INITIALIZER;
 
 static fmoe_status bad_handle(fmoe_plan handle)
 {
-    return fmoe_fail(FMOE_ERR_HANDLE, "plan 0x%" PRIx64 " does not exist: it was never made, or has been destroyed", handle);
+    return fmoe_fail(FMOE_ERR_HANDLE, "plan 0x%" PRIx64 " does not exist: it was never made, or has been destroyed",
+                     handle);
 }
 
 fmoe_status fmoe_plan_acquire(fmoe_plan handle, fmoe_plan_impl **plan)
@@ -44,7 +45,8 @@ fmoe_status fmoe_plan_acquire(fmoe_plan handle, fmoe_plan_impl **plan)
     uint64_t state = atomic_load_explicit(&s->state, memory_order_acquire);
     do {
         if (state >> 32 != generation || !(state & ALIVE)) return bad_handle(handle);
-    } while (!atomic_compare_exchange_weak_explicit(&s->state, &state, state + 1, memory_order_acquire, memory_order_acquire));
+    } while (!atomic_compare_exchange_weak_explicit(&s->state, &state, state + 1, memory_order_acquire,
+                                                    memory_order_acquire));
     *plan = s->plan;
     return FMOE_OK;
 }
@@ -100,8 +102,9 @@ static fmoe_status need_product(const char *what, int64_t a, int64_t b, int64_t 
     size_t n;
     if (fmoe_mul_overflow((size_t)a, (size_t)b, &n) || fmoe_mul_overflow(n, (size_t)c, &n) ||
         fmoe_mul_overflow(n, 8, &n) || n > (size_t)INT64_MAX)
-        return fmoe_fail(FMOE_ERR_OVERFLOW, "%s = %" PRId64 " * %" PRId64 " * %" PRId64 " elements do not fit 63 bits of bytes",
-                         what, a, b, c);
+        return fmoe_fail(FMOE_ERR_OVERFLOW,
+                         "%s = %" PRId64 " * %" PRId64 " * %" PRId64 " elements do not fit 63 bits of bytes", what, a,
+                         b, c);
     return FMOE_OK;
 }
 
@@ -120,35 +123,40 @@ static fmoe_status check_rule(const fmoe_desc *d)
         if (d->E % r->groups)
             return fmoe_fail(FMOE_ERR_ARG, "E = %" PRId64 " is not a multiple of route.groups = %d", d->E, r->groups);
         if (r->topk_groups < 1 || r->topk_groups > r->groups)
-            return fmoe_fail(FMOE_ERR_ARG, "route.topk_groups is %d, must be between 1 and route.groups = %d", r->topk_groups,
-                             r->groups);
+            return fmoe_fail(FMOE_ERR_ARG, "route.topk_groups is %d, must be between 1 and route.groups = %d",
+                             r->topk_groups, r->groups);
         if (!r->excluded_zero && d->k > d->E / r->groups * r->topk_groups)
             return fmoe_fail(FMOE_ERR_ARG, "k is %" PRId64 ", the chosen groups have only %" PRId64 " experts", d->k,
                              d->E / r->groups * r->topk_groups);
     }
     if (!(r->eps >= 0) || !(r->eps < 1e30) || !(r->scale > -1e30 && r->scale < 1e30))
-        return fmoe_fail(FMOE_ERR_ARG, "route.eps is %g and route.scale %g, must be finite, eps not negative", r->eps, r->scale);
+        return fmoe_fail(FMOE_ERR_ARG, "route.eps is %g and route.scale %g, must be finite, eps not negative", r->eps,
+                         r->scale);
     return FMOE_OK;
 }
 
 static bool act_known(int32_t act)
 {
-    return (act >= FMOE_ACT_SWIGLU && act <= FMOE_ACT_SWIGLU_CLAMP_OUT) || (act >= FMOE_ACT_SILU && act <= FMOE_ACT_RELU2);
+    return (act >= FMOE_ACT_SWIGLU && act <= FMOE_ACT_SWIGLU_CLAMP_OUT) ||
+           (act >= FMOE_ACT_SILU && act <= FMOE_ACT_RELU2);
 }
 
 static fmoe_status check_desc(const fmoe_desc *d)
 {
-    const uint32_t known = FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E | FMOE_SHARED_GATE;
+    const uint32_t known =
+        FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E | FMOE_SHARED_GATE;
     if (d->dtype < FMOE_F32 || d->dtype > FMOE_F64)
         return fmoe_fail(FMOE_ERR_DTYPE, "dtype is %d, must be a value of fmoe_dtype (1 to 4)", d->dtype);
-    if (d->flags & ~known) return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has unknown bits, known are 0x%x", d->flags, known);
+    if (d->flags & ~known)
+        return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has unknown bits, known are 0x%x", d->flags, known);
     if (d->threads < 0 || d->threads > 65536)
         return fmoe_fail(FMOE_ERR_ARG, "threads is %d, must be between 0 and 65536", d->threads);
     const bool layer = d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_BLOCK;
     if (layer || d->op == FMOE_OP_ACTIVATION) {
         if (!act_known(d->act)) return fmoe_fail(FMOE_ERR_ARG, "act is %d, not a value of fmoe_act", d->act);
         if (!(d->act_limit >= 0) || !(d->act_alpha > -1e30f && d->act_alpha < 1e30f))
-            return fmoe_fail(FMOE_ERR_ARG, "act_limit is %g and act_alpha %g: the limit must not be negative, alpha finite",
+            return fmoe_fail(FMOE_ERR_ARG,
+                             "act_limit is %g and act_alpha %g: the limit must not be negative, alpha finite",
                              (double)d->act_limit, (double)d->act_alpha);
     }
     switch (d->op) {
@@ -178,7 +186,8 @@ static fmoe_status check_desc(const fmoe_desc *d)
         if (d->shared_I != 0) FMOE_TRY(need_size("shared_I", d->shared_I));
         FMOE_TRY(need_product("2*shared_I*H", 2, d->shared_I, d->H));
         if ((d->flags & FMOE_SHARED_GATE) && d->shared_I == 0)
-            return fmoe_fail(FMOE_ERR_ARG, "FMOE_SHARED_GATE is set, but shared_I is 0: there is no shared expert to gate");
+            return fmoe_fail(FMOE_ERR_ARG,
+                             "FMOE_SHARED_GATE is set, but shared_I is 0: there is no shared expert to gate");
         return check_rule(d);
     default: return fmoe_fail(FMOE_ERR_ARG, "op is %d, must be a value of fmoe_op (1 to 6)", d->op);
     }
@@ -224,8 +233,8 @@ fmoe_status fmoe_plan_create(fmoe_plan *plan, const fmoe_desc *desc)
     *plan = 0;
     if (!desc) return fmoe_fail(FMOE_ERR_NULL, "desc is NULL");
     if (desc->size != sizeof *desc)
-        return fmoe_fail(FMOE_ERR_ABI, "desc.size is %zu, this library (%s) knows %zu", desc->size, fmoe_version_string(),
-                         sizeof *desc);
+        return fmoe_fail(FMOE_ERR_ABI, "desc.size is %zu, this library (%s) knows %zu", desc->size,
+                         fmoe_version_string(), sizeof *desc);
     fmoe_plan_impl *p = NULL;
     FMOE_TRY(fmoe_plan_build(desc, &p));
     const fmoe_status status = publish(p, plan);
@@ -253,7 +262,8 @@ fmoe_status fmoe_plan_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, 
 {
     *saved = 0;
     if (workspace) *workspace = 0;
-    if (T < 0 || T > ((int64_t)1 << 48)) return fmoe_fail(FMOE_ERR_ARG, "T is %" PRId64 ", must be between 0 and 2^48", T);
+    if (T < 0 || T > ((int64_t)1 << 48))
+        return fmoe_fail(FMOE_ERR_ARG, "T is %" PRId64 ", must be between 0 and 2^48", T);
     if (p->d.op == FMOE_OP_BLOCK) return fmoe_block_bytes(p, pass, T, workspace, saved);
     return p->backend->bytes(p, pass, T, workspace, saved);
 }
@@ -285,7 +295,8 @@ fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes)
 
 static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
-    static const char *const part_name[PART_COUNT] = {"router", "route", "experts", "shared gate", "shared route", "shared expert"};
+    static const char *const part_name[PART_COUNT] = {"router",      "route",        "experts",
+                                                      "shared gate", "shared route", "shared expert"};
     if (p->d.op != FMOE_OP_BLOCK) return p->backend->describe(p, text, n);
     size_t used = 0;
     for (int i = 0; i < PART_COUNT; i++) {

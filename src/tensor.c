@@ -115,11 +115,11 @@ static fmoe_status check_strides(const char *name, const fmoe_tensor *t, fmoe_la
         const int a = order[i];
         if (t->shape[a] == 1) continue;
         if (t->strides[a] < extent)
-            return fmoe_fail(FMOE_ERR_STRIDE, "%s: stride of dimension %d is %" PRId64 ", needs at least %" PRId64, name, a,
-                             t->strides[a], extent);
+            return fmoe_fail(FMOE_ERR_STRIDE, "%s: stride of dimension %d is %" PRId64 ", needs at least %" PRId64,
+                             name, a, t->strides[a], extent);
         if (__builtin_mul_overflow(t->strides[a], t->shape[a], &extent))
-            return fmoe_fail(FMOE_ERR_OVERFLOW, "%s: stride %" PRId64 " times size %" PRId64 " does not fit 64 bits", name,
-                             t->strides[a], t->shape[a]);
+            return fmoe_fail(FMOE_ERR_OVERFLOW, "%s: stride %" PRId64 " times size %" PRId64 " does not fit 64 bits",
+                             name, t->strides[a], t->shape[a]);
     }
     const int last = t->ndim - 1;
     const bool unit_last = t->shape[last] == 1 || t->strides[last] == 1;
@@ -137,8 +137,9 @@ static fmoe_status check_strides(const char *name, const fmoe_tensor *t, fmoe_la
         int64_t want = 1;
         for (int i = last; i >= 0; i--) {
             if (t->shape[i] != 1 && t->strides[i] != want)
-                return fmoe_fail(FMOE_ERR_STRIDE, "%s: stride of dimension %d is %" PRId64 ", must be %" PRId64
-                                 " (compact)", name, i, t->strides[i], want);
+                return fmoe_fail(FMOE_ERR_STRIDE,
+                                 "%s: stride of dimension %d is %" PRId64 ", must be %" PRId64 " (compact)", name, i,
+                                 t->strides[i], want);
             want *= t->shape[i];
         }
     }
@@ -179,8 +180,8 @@ fmoe_status fmoe_check_tensor(fmoe_checker *c, const fmoe_arg *arg, int64_t inde
         return fmoe_fail(FMOE_ERR_SHAPE, "%s has %d dimensions, expected %d", name, (int)t->ndim, ndim);
     if (!t->shape) return fmoe_fail(FMOE_ERR_NULL, "%s: its shape is NULL", name);
     if (t->device.type != c->plan->d.device.type || t->device.id != c->plan->d.device.id)
-        return fmoe_fail(FMOE_ERR_DEVICE, "%s is on device type %d id %d, the plan on type %d id %d", name, t->device.type,
-                         t->device.id, c->plan->d.device.type, c->plan->d.device.id);
+        return fmoe_fail(FMOE_ERR_DEVICE, "%s is on device type %d id %d, the plan on type %d id %d", name,
+                         t->device.type, t->device.id, c->plan->d.device.type, c->plan->d.device.id);
     if (!dtype_accepted(c->plan, arg->types, fmoe_tensor_dtype(t))) return wrong_dtype(c->plan, name, arg->types, t);
     int64_t elements = 1;
     for (int i = 0; i < ndim; i++) {
@@ -189,7 +190,8 @@ fmoe_status fmoe_check_tensor(fmoe_checker *c, const fmoe_arg *arg, int64_t inde
                              t->shape[i]);
         if (t->shape[i] == 0) elements = 0;
     }
-    for (int i = 0; i < ndim; i++) FMOE_TRY(check_axis(c, arg->axes[i], name == indexed ? arg->name : name, i, t->shape[i]));
+    for (int i = 0; i < ndim; i++)
+        FMOE_TRY(check_axis(c, arg->axes[i], name == indexed ? arg->name : name, i, t->shape[i]));
     FMOE_TRY(check_strides(name, t, arg->layout));
     size_t bytes;
     FMOE_TRY(tensor_span(name, t, &bytes));
@@ -197,7 +199,8 @@ fmoe_status fmoe_check_tensor(fmoe_checker *c, const fmoe_arg *arg, int64_t inde
     if (!t->data) return fmoe_fail(FMOE_ERR_NULL, "%s: its data is NULL", name);
     const size_t element = fmoe_dtype_size(fmoe_tensor_dtype(t));
     if ((uintptr_t)fmoe_data(t) % element)
-        return fmoe_fail(FMOE_ERR_ALIGN, "%s: data at %p is not aligned to its element size, %zu", name, fmoe_data(t), element);
+        return fmoe_fail(FMOE_ERR_ALIGN, "%s: data at %p is not aligned to its element size, %zu", name, fmoe_data(t),
+                         element);
     return FMOE_OK;
 }
 
@@ -260,8 +263,9 @@ static fmoe_status find_overlap(const fmoe_arg *args, int n, const fmoe_span *sp
         if (i < n && (!args[i].t || !is_output(&args[i]))) continue;
         const int64_t count_i = i < n ? fmoe_max(args[i].list, 1) : 1;
         for (int64_t a = 0; a < count_i; a++) {
-            const range x = i < n ? arg_range(&args[i], a)
-                                  : (range){(uintptr_t)spans[i - n].data, (uintptr_t)spans[i - n].data + spans[i - n].bytes};
+            const range x =
+                i < n ? arg_range(&args[i], a)
+                      : (range){(uintptr_t)spans[i - n].data, (uintptr_t)spans[i - n].data + spans[i - n].bytes};
             if (x.begin == x.end) continue;
             for (int j = 0; j < n + n_spans; j++) {
                 if (j < n && !args[j].t) continue;

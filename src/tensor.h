@@ -2,8 +2,8 @@
  *
  * tensor.h - checking the tensors of a call against one another and against the plan.
  *
- * A call lists its tensors once, as a table of fmoe_arg: name, role, dtypes, layout and axes. An axis is a letter with a
- * size that the plan or the first tensor that has it fixes; every later tensor must agree. */
+ * A call lists its tensors once, as a table of fmoe_arg: name, role, dtypes, layout and axes. An axis is a letter with
+ * a size that the plan or the first tensor that has it fixes; every later tensor must agree. */
 #ifndef FMOE_TENSOR_H
 #define FMOE_TENSOR_H
 
@@ -11,8 +11,19 @@
 
 typedef enum fmoe_axis_id {
     AXIS_NONE,
-    AXIS_T, AXIS_R, AXIS_TK, /* free: fixed by the first tensor; TK is checked against T*k */
-    AXIS_H, AXIS_I, AXIS_HC, AXIS_E, AXIS_K_SLOTS, AXIS_K, AXIS_N, AXIS_ONE, AXIS_SHARED_HC, AXIS_SHARED_I,
+    AXIS_T,
+    AXIS_R,
+    AXIS_TK, /* free: fixed by the first tensor; TK is checked against T*k */
+    AXIS_H,
+    AXIS_I,
+    AXIS_HC,
+    AXIS_E,
+    AXIS_K_SLOTS,
+    AXIS_K,
+    AXIS_N,
+    AXIS_ONE,
+    AXIS_SHARED_HC,
+    AXIS_SHARED_I,
     AXIS_COUNT
 } fmoe_axis_id;
 
@@ -22,11 +33,11 @@ typedef enum fmoe_layout {
     LAYOUT_MATRIX   /* unit stride in one of the last two dimensions */
 } fmoe_layout;
 
-enum { /* accepted dtypes of an argument */
-    TYPE_PLAN = 1, /* the plan's dtype */
-    TYPE_WIDE = 2, /* f32 (f64 in an f64 plan) */
-    TYPE_INT = 4,  /* int32, int64 */
-    TYPE_INT64 = 8
+enum {                /* accepted dtypes of an argument */
+       TYPE_PLAN = 1, /* the plan's dtype */
+       TYPE_WIDE = 2, /* f32 (f64 in an f64 plan) */
+       TYPE_INT = 4,  /* int32, int64 */
+       TYPE_INT64 = 8
 };
 
 enum { ARG_IN = 0, ARG_OUT = 1, ARG_OPTIONAL = 2, ARG_OPTIONAL_OUT = 3 };
@@ -50,7 +61,7 @@ typedef struct fmoe_span {
 /* The state of one call's checks. */
 typedef struct fmoe_checker {
     const fmoe_plan_impl *plan;
-    int64_t size[AXIS_COUNT];     /* -1: not fixed yet */
+    int64_t size[AXIS_COUNT];      /* -1: not fixed yet */
     const char *owner[AXIS_COUNT]; /* who fixed it: "the plan", or a tensor's name */
 } fmoe_checker;
 

@@ -8,10 +8,10 @@
 
 #include "fusedmoe.h"
 
-#define FMOE_TRY(expr)                         \
-    do {                                       \
-        const fmoe_status status_ = (expr);    \
-        if (status_ != FMOE_OK) return status_; \
+#define FMOE_TRY(expr)                                                                                                 \
+    do {                                                                                                               \
+        const fmoe_status status_ = (expr);                                                                            \
+        if (status_ != FMOE_OK) return status_;                                                                        \
     } while (0)
 
 static inline int64_t fmoe_min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -64,8 +64,18 @@ static inline void fmoe_set_int(void *p, int dtype, int64_t i, int64_t v)
 
 /* ---- bf16 and f16 as bits. Round to nearest even; NaN stays NaN (quiet bit set). ---- */
 
-static inline float fmoe_bits_to_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
-static inline uint32_t fmoe_float_to_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+static inline float fmoe_bits_to_float(uint32_t u)
+{
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static inline uint32_t fmoe_float_to_bits(float f)
+{
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    return u;
+}
 
 static inline float fmoe_bf16_to_float(uint16_t b) { return fmoe_bits_to_float((uint32_t)b << 16); }
 
@@ -90,8 +100,8 @@ static inline uint16_t fmoe_float_to_f16(float f)
 {
     const uint32_t u = fmoe_float_to_bits(f), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
     if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x1ffu));
-    if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);            /* rounds to Inf */
-    if (a < 0x38800000u) {                                              /* denormal: let the adder round */
+    if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u); /* rounds to Inf */
+    if (a < 0x38800000u) {                                   /* denormal: let the adder round */
         const float r = fmoe_bits_to_float(a) + 0.5f;
         return (uint16_t)(sign | (fmoe_float_to_bits(r) - 0x3f000000u));
     }
@@ -117,12 +127,16 @@ static inline fmoe_carve fmoe_carve_begin(void *base, size_t align)
 static inline void *fmoe_carve_take(fmoe_carve *c, int64_t count, size_t element)
 {
     size_t bytes = 0, end = 0;
-    if (count < 0 || fmoe_mul_overflow((size_t)count, element, &bytes) || fmoe_add_overflow(bytes, c->align - 1, &bytes)) {
+    if (count < 0 || fmoe_mul_overflow((size_t)count, element, &bytes) ||
+        fmoe_add_overflow(bytes, c->align - 1, &bytes)) {
         c->overflow = true;
         return NULL;
     }
     bytes -= bytes % c->align;
-    if (fmoe_add_overflow(c->used, bytes, &end)) { c->overflow = true; return NULL; }
+    if (fmoe_add_overflow(c->used, bytes, &end)) {
+        c->overflow = true;
+        return NULL;
+    }
     void *p = c->base ? c->base + c->used : NULL;
     c->used = end;
     return p;

@@ -24,8 +24,8 @@ static const char *const level_names[LEVELS] = {"c"};
 #endif
 
 static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
-static int detected;               /* highest level of CPU and operating system */
-static int env_cap = LEVELS - 1;   /* FMOE_MAX_ISA */
+static int detected;             /* highest level of CPU and operating system */
+static int env_cap = LEVELS - 1; /* FMOE_MAX_ISA */
 static char env_warning[96];
 static _Atomic int api_cap = LEVELS - 1; /* fmoe_cpu_set_max_isa */
 
@@ -128,7 +128,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
     k->isa = level_names[level];
     k->nr = level >= LEVEL_WIDE ? 64 : 16;
 #define FMOE_KERNEL_FIELD(type, field)
-#define FMOE_KERNEL(lvl, type, field) \
+#define FMOE_KERNEL(lvl, type, field)                                                                                  \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
 #include "cpu/kernels.inc"
 }
@@ -165,10 +165,12 @@ static void rows_worker(void *arg, int worker)
     (void)worker;
     rows_run *run = arg;
     int64_t task;
-    while (fmoe_claim(&run->tasks, &task)) run->fn(run->ctx, task * run->grain, fmoe_min(run->n, (task + 1) * run->grain));
+    while (fmoe_claim(&run->tasks, &task))
+        run->fn(run->ctx, task * run->grain, fmoe_min(run->n, (task + 1) * run->grain));
 }
 
-void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx)
+void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end),
+                   void *ctx)
 {
     rows_run run = {.n = n, .grain = grain, .fn = fn, .ctx = ctx};
     run.tasks.n = fmoe_ceil_div(n, grain);
@@ -182,7 +184,8 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     fmoe_cpu_plan *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fmoe_fail(FMOE_ERR_NOMEM, "a CPU plan of %zu bytes could not be allocated", sizeof *cpu);
     fmoe_kernels_fill(&cpu->k, fmoe_cpu_level());
-    /* More threads than cores give nothing; a few more are allowed so that results can be compared over thread counts. */
+    /* More threads than cores give nothing; a few more are allowed so that results can be compared over thread counts.
+     */
     const int cores = fmoe_cpu_count(), most = cores > 64 ? cores : 64;
     cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
     cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
@@ -204,9 +207,9 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
     case FMOE_OP_EXPERTS:
         if (pass == FMOE_FORWARD) fmoe_cpu_experts_forward_carve(p, T, &c);
         else fmoe_cpu_experts_backward_carve(p, T, &c);
-        if (!(p->d.flags & FMOE_RECOMPUTE) &&
-            (fmoe_mul_overflow((size_t)T, (size_t)p->d.k, saved) || fmoe_mul_overflow(*saved, (size_t)p->h_cols, saved) ||
-             fmoe_mul_overflow(*saved, fmoe_dtype_size(p->d.dtype), saved)))
+        if (!(p->d.flags & FMOE_RECOMPUTE) && (fmoe_mul_overflow((size_t)T, (size_t)p->d.k, saved) ||
+                                               fmoe_mul_overflow(*saved, (size_t)p->h_cols, saved) ||
+                                               fmoe_mul_overflow(*saved, fmoe_dtype_size(p->d.dtype), saved)))
             c.overflow = true;
         break;
     default: break;
@@ -222,12 +225,13 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
     const bool products = p->d.op == FMOE_OP_GROUPED_MATMUL || p->d.op == FMOE_OP_EXPERTS;
-    const char *how = !products                       ? "elementwise in f32"
-                      : cpu->pairs                    ? "products on bf16 pairs (" BF16_KERNEL ")"
-                      : p->d.dtype == FMOE_F32        ? "products in f32"
-                                                      : "products in f32, operands widened while packed (no bf16 unit used)";
-    size_t used = (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa, cpu->threads,
-                                   cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how);
+    const char *how = !products                ? "elementwise in f32"
+                      : cpu->pairs             ? "products on bf16 pairs (" BF16_KERNEL ")"
+                      : p->d.dtype == FMOE_F32 ? "products in f32"
+                                               : "products in f32, operands widened while packed (no bf16 unit used)";
+    size_t used =
+        (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa,
+                         cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how);
     if (env_warning[0])
         used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "%s\n", env_warning);
     return used;
@@ -240,7 +244,8 @@ static void cpu_name(char name[49])
 #if defined(__x86_64__)
     unsigned r[12];
     if ((unsigned)__get_cpuid_max(0x80000000u, NULL) < 0x80000004u) return;
-    for (unsigned i = 0; i < 3; i++) __get_cpuid(0x80000002u + i, &r[4 * i], &r[4 * i + 1], &r[4 * i + 2], &r[4 * i + 3]);
+    for (unsigned i = 0; i < 3; i++)
+        __get_cpuid(0x80000002u + i, &r[4 * i], &r[4 * i + 1], &r[4 * i + 2], &r[4 * i + 3]);
     memcpy(name, r, 48);
     name[48] = 0;
     for (size_t end = strlen(name); end > 0 && name[end - 1] == ' ';) name[--end] = 0;
@@ -273,9 +278,9 @@ size_t fmoe_cpu_info(char *text, size_t n)
     pthread_once(&detect_once, detect);
     char levels[64], name[49];
     cpu_name(name);
-    const size_t used = (size_t)snprintf(text, n, "cpu: %s%s%d cores, levels %s, in use %s%s%s\n", name, *name ? ", " : "",
-                                         fmoe_cpu_count(), list_levels(levels, detected + 1, " "), fmoe_cpu_isa(),
-                                         env_warning[0] ? "; " : "", env_warning);
+    const size_t used = (size_t)snprintf(text, n, "cpu: %s%s%d cores, levels %s, in use %s%s%s\n", name,
+                                         *name ? ", " : "", fmoe_cpu_count(), list_levels(levels, detected + 1, " "),
+                                         fmoe_cpu_isa(), env_warning[0] ? "; " : "", env_warning);
     return used + kernel_names(used < n ? text + used : NULL, used < n ? n - used : 0);
 }
 

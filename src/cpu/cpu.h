@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * cpu.h - the inside of the CPU backend: its plans, groups of rows, and the three products everything is made of (gemm.c). */
+ * cpu.h - the inside of the CPU backend: its plans, groups of rows, and the three products everything is made of
+ * (gemm.c). */
 #ifndef FMOE_CPU_H
 #define FMOE_CPU_H
 
@@ -45,17 +46,18 @@ int fmoe_cpu_count(void);
 void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg);
 
 /* for_rows: fn(ctx, begin, end) over [0,n) in pieces of `grain`. For work that is independent row by row. */
-void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end), void *ctx);
+void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end),
+                   void *ctx);
 
 /* ---- rows grouped by expert (groups.c) ---- */
 
 typedef struct fmoe_groups {
-    int64_t E, R;    /* R: rows in groups */
-    int64_t *off;    /* [E+1] first row of each group */
-    int64_t *order;  /* [E] groups from large to small: the order tasks are handed out in */
-    int64_t *ends;   /* [E] scratch: running number of tasks of a product, in that order */
-    int64_t *slot;   /* [T*k] row -> t*k+j; in each group ascending */
-    int64_t *token;  /* [T*k] row -> t */
+    int64_t E, R;   /* R: rows in groups */
+    int64_t *off;   /* [E+1] first row of each group */
+    int64_t *order; /* [E] groups from large to small: the order tasks are handed out in */
+    int64_t *ends;  /* [E] scratch: running number of tasks of a product, in that order */
+    int64_t *slot;  /* [T*k] row -> t*k+j; in each group ascending */
+    int64_t *token; /* [T*k] row -> t */
 } fmoe_groups;
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
@@ -86,8 +88,8 @@ fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e);
 /* Rows of an activation: row r of group e, gathered through an index, or one tensor a group. */
 typedef struct fmoe_rows {
     const char *base;
-    int64_t stride;       /* bytes */
-    const int64_t *index; /* row -> row of base; NULL: itself */
+    int64_t stride;          /* bytes */
+    const int64_t *index;    /* row -> row of base; NULL: itself */
     const fmoe_tensor *list; /* [E]: row r of group e is row r - off[e] of list[e] */
     int dtype;
 } fmoe_rows;
@@ -107,15 +109,21 @@ typedef struct fmoe_scratch {
     const void **lines;    /* [FMOE_LINES]: cache lines of the next chunk */
 } fmoe_scratch;
 
-enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3,
-       FMOE_LINES = 2 * FMOE_KC_PAIRS + FMOE_NB };
+enum {
+    FMOE_ROW_BLOCK = 512,
+    FMOE_TOKEN_BLOCK = 2048,
+    FMOE_WIDEN_ROWS = 48,
+    FMOE_LEFT_PANELS = 3,
+    FMOE_LINES = 2 * FMOE_KC_PAIRS + FMOE_NB
+};
 
-void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p); /* s: one per worker, threads of them */
+void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
+                        const fmoe_plan_impl *p); /* s: one per worker, threads of them */
 
 /* ---- the three products (gemm.c, outer.c) ---- */
 
-/* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns of the
- * first and the same 32 of the second (gate and up). */
+/* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns
+ * of the first and the same 32 of the second (gate and up). */
 typedef struct fmoe_in_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
@@ -130,8 +138,9 @@ typedef struct fmoe_in_job {
 
 void fmoe_multiply_in(const fmoe_in_job *job);
 
-/* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task owns
- * 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the second. */
+/* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task
+ * owns 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the
+ * second. */
 typedef struct fmoe_out_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
@@ -233,11 +242,13 @@ void fmoe_cpu_gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c);
 void fmoe_cpu_experts_forward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
 void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
 
-/* experts.c: shared by both passes. The first product with its activation: h (plan's dtype) and a (work type), either may be NULL. */
-void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g, fmoe_scratch *scratch, void *h,
-                     void *a);
+/* experts.c: shared by both passes. The first product with its activation: h (plan's dtype) and a (work type), either
+ * may be NULL. */
+void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
+                     fmoe_scratch *scratch, void *h, void *a);
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
 fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
-bool fmoe_w1_whole(const fmoe_plan_impl *p, const fmoe_weights *w); /* one stack in stored order: interleaved or ungated */
+bool fmoe_w1_whole(const fmoe_plan_impl *p,
+                   const fmoe_weights *w); /* one stack in stored order: interleaved or ungated */
 
 #endif

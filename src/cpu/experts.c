@@ -92,14 +92,21 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
     }
 }
 
-void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g, fmoe_scratch *scratch, void *h,
-                     void *a)
+void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
+                     fmoe_scratch *scratch, void *h, void *a)
 {
     const bool whole = fmoe_w1_whole(p, &args->w);
-    up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
-    const fmoe_in_job job = {.p = p, .cpu = fmoe_cpu(p), .g = g, .scratch = scratch, .a = fmoe_rows_of(args->x, g->token),
-                             .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}, .n_w = whole ? 1 : 2,
-                             .finish = up_finish, .ctx = &ctx};
+    up_ctx ctx = {
+        .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
+    const fmoe_in_job job = {.p = p,
+                             .cpu = fmoe_cpu(p),
+                             .g = g,
+                             .scratch = scratch,
+                             .a = fmoe_rows_of(args->x, g->token),
+                             .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)},
+                             .n_w = whole ? 1 : 2,
+                             .finish = up_finish,
+                             .ctx = &ctx};
     fmoe_multiply_in(&job);
 }
 
@@ -132,9 +139,16 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
     carve_forward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
     fmoe_experts_up(p, args, &b.g, b.scratch, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
-    const fmoe_out_job down = {.p = p, .cpu = fmoe_cpu(p), .g = &b.g, .scratch = b.scratch,
-                               .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type), .w = {fmoe_w2_stack(&args->w)},
-                               .n_w = 1, .weights = args->weights, .bias = args->w.b2, .out = args->out,
+    const fmoe_out_job down = {.p = p,
+                               .cpu = fmoe_cpu(p),
+                               .g = &b.g,
+                               .scratch = b.scratch,
+                               .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
+                               .w = {fmoe_w2_stack(&args->w)},
+                               .n_w = 1,
+                               .weights = args->weights,
+                               .bias = args->w.b2,
+                               .out = args->out,
                                .add = (run->flags & FMOE_ADD_OUT) != 0};
     fmoe_multiply_out(&down);
     return FMOE_OK;

@@ -9,8 +9,8 @@
  *   dx[t]  = sum over the rows of t of dh[r] . W1[e]
  *   dW2[e] = dout^T . pa,   dW1[e] = dh^T . x         over the rows of e
  *
- * What is not asked for is not computed. Columns of dh stand in the stored order of W1's rows, so interleaved weights and
- * their gradients need no shuffling. */
+ * What is not asked for is not computed. Columns of dh stand in the stored order of W1's rows, so interleaved weights
+ * and their gradients need no shuffling. */
 #include "cpu/cpu.h"
 
 typedef struct backward_buffers {
@@ -177,11 +177,24 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
             fmoe_experts_up(p, args, &b.g, b.scratch, b.h, NULL);
             h = b.h;
         }
-        dh_ctx ctx = {.p = p, .g = &b.g, .weights = args->weights, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h,
-                      .dh = need_dh ? b.dh : NULL, .pa = need_dw2 ? b.pa : NULL, .dp_parts = b.dp_parts,
+        dh_ctx ctx = {.p = p,
+                      .g = &b.g,
+                      .weights = args->weights,
+                      .act = {p->d.act, p->d.act_alpha, p->d.act_limit},
+                      .h = h,
+                      .dh = need_dh ? b.dh : NULL,
+                      .pa = need_dw2 ? b.pa : NULL,
+                      .dp_parts = b.dp_parts,
                       .interleaved = p->gated && fmoe_w1_whole(p, w)};
-        fmoe_in_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = fmoe_rows_of(args->dout, b.g.token),
-                           .w = {fmoe_w2_stack(w)}, .n_w = 1, .finish = dh_finish, .ctx = &ctx};
+        fmoe_in_job job = {.p = p,
+                           .cpu = cpu,
+                           .g = &b.g,
+                           .scratch = b.scratch,
+                           .a = fmoe_rows_of(args->dout, b.g.token),
+                           .w = {fmoe_w2_stack(w)},
+                           .n_w = 1,
+                           .finish = dh_finish,
+                           .ctx = &ctx};
         job.w[0].swap = true; /* contract over H */
         fmoe_multiply_in(&job);
     }
@@ -190,23 +203,41 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     const fmoe_rows dh = fmoe_rows_buffer(b.dh, p->h_cols, cpu->work_type);
     const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
     if (args->dx) {
-        fmoe_out_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dh,
-                            .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)}, .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
-                            .out = args->dx, .add = (run->flags & FMOE_ADD_DX) != 0};
+        fmoe_out_job job = {.p = p,
+                            .cpu = cpu,
+                            .g = &b.g,
+                            .scratch = b.scratch,
+                            .a = dh,
+                            .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
+                            .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
+                            .out = args->dx,
+                            .add = (run->flags & FMOE_ADD_DX) != 0};
         job.w[0].swap = job.w[1].swap = true;
         fmoe_multiply_out(&job);
     }
     if (need_dw2) {
-        const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dout,
-                                    .b = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type), .dw = fmoe_w2_stack(dw),
+        const fmoe_outer_job job = {.p = p,
+                                    .cpu = cpu,
+                                    .g = &b.g,
+                                    .scratch = b.scratch,
+                                    .a = dout,
+                                    .b = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type),
+                                    .dw = fmoe_w2_stack(dw),
                                     .accumulate = accumulate};
         fmoe_multiply_outer(&job);
     }
     if (need_dw1) {
         const bool whole = fmoe_w1_whole(p, dw);
         for (int half = 0; half < (whole ? 1 : 2); half++) {
-            const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dh, .b = x,
-                                        .a_column = half * p->d.I, .dw = fmoe_w1_stack(p, dw, half), .accumulate = accumulate};
+            const fmoe_outer_job job = {.p = p,
+                                        .cpu = cpu,
+                                        .g = &b.g,
+                                        .scratch = b.scratch,
+                                        .a = dh,
+                                        .b = x,
+                                        .a_column = half * p->d.I,
+                                        .dw = fmoe_w1_stack(p, dw, half),
+                                        .accumulate = accumulate};
             if (job.dw.t) fmoe_multiply_outer(&job);
         }
     }

@@ -2,9 +2,9 @@
  *
  * gemm.c - the three products of the layer as pools of tasks over all experts (see cpu.h for what each computes).
  *
- * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic counter, large
- * experts first. A task packs its 64 columns of weights chunk by chunk, each weight byte read once, and passes all rows of the
- * expert by it while the chunk is in L2. */
+ * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic
+ * counter, large experts first. A task packs its 64 columns of weights chunk by chunk, each weight byte read once, and
+ * passes all rows of the expert by it while the chunk is in L2. */
 #include "cpu/cpu.h"
 
 /* ---- operands ---- */
@@ -14,7 +14,11 @@ fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
     const fmoe_tensor *t = s->list ? s->t + e : s->t;
     const int d = s->list ? 0 : 1; /* the N dimension */
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    fmoe_view v = {.p = fmoe_data(t), .N = t->shape[d], .K = t->shape[d + 1], .sn = fmoe_stride(t, d), .sk = fmoe_stride(t, d + 1)};
+    fmoe_view v = {.p = fmoe_data(t),
+                   .N = t->shape[d],
+                   .K = t->shape[d + 1],
+                   .sn = fmoe_stride(t, d),
+                   .sk = fmoe_stride(t, d + 1)};
     if (!s->list) v.p += e * fmoe_stride(t, 0) * element;
     if (s->rows) {
         v.p += s->row * v.sn * element;
@@ -27,7 +31,9 @@ fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
 fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index)
 {
     const int dtype = fmoe_tensor_dtype(t);
-    return (fmoe_rows){.base = fmoe_data(t), .stride = fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(dtype), .index = index,
+    return (fmoe_rows){.base = fmoe_data(t),
+                       .stride = fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(dtype),
+                       .index = index,
                        .dtype = dtype};
 }
 
@@ -81,8 +87,8 @@ static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols)
 }
 
 /* Columns [n0, n0+n) and k [k0, k0+kc) of a matrix, to columns [col, col+n) of the panel. */
-static void pack_view(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_view *v, int dtype, int64_t n0, int64_t n, int64_t k0,
-                      int64_t kc, int64_t col)
+static void pack_view(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_view *v, int dtype, int64_t n0, int64_t n,
+                      int64_t k0, int64_t kc, int64_t col)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(dtype);
     const void **pointers = s->pointers + FMOE_ROW_BLOCK;
@@ -113,7 +119,8 @@ static fmoe_fetch chunk_lines(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, c
         const fmoe_view *v = &w->v[i];
         const int64_t kc = fmoe_min(chunk_of(cpu), v->K - k0);
         const bool cols = v->sk == 1;
-        const int64_t runs = cols ? w->n : kc, bytes = (cols ? kc : w->n) * element, step = (cols ? v->sn : v->sk) * element;
+        const int64_t runs = cols ? w->n : kc, bytes = (cols ? kc : w->n) * element,
+                      step = (cols ? v->sn : v->sk) * element;
         const char *base = v->p + (w->n0 * v->sn + k0 * v->sk) * element;
         for (int64_t r = 0; r < runs; r++)
             for (int64_t b = 0; b < bytes && n_lines < FMOE_LINES; b += 64) s->lines[n_lines++] = base + r * step + b;
@@ -121,12 +128,14 @@ static fmoe_fetch chunk_lines(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, c
     return (fmoe_fetch){s->lines, s->lines + n_lines};
 }
 
-/* s->c[rows][64] (+)= A . W^T for the rows whose pointers stand in s->pointers; A starts a_column elements into each row. Meanwhile
- * the next chunk is fetched: of these columns, or, with the last one, the first of `after` (NULL: none). */
-static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int64_t a_column, int64_t rows, const columns *w,
-                     bool first, const columns *after)
+/* s->c[rows][64] (+)= A . W^T for the rows whose pointers stand in s->pointers; A starts a_column elements into each
+ * row. Meanwhile the next chunk is fetched: of these columns, or, with the last one, the first of `after` (NULL: none).
+ */
+static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int64_t a_column, int64_t rows,
+                     const columns *w, bool first, const columns *after)
 {
-    const int64_t K = w->v[0].K, chunk = chunk_of(cpu), element = (int64_t)fmoe_dtype_size(a_dtype), width = FMOE_NB / w->n_v;
+    const int64_t K = w->v[0].K, chunk = chunk_of(cpu), element = (int64_t)fmoe_dtype_size(a_dtype),
+                  width = FMOE_NB / w->n_v;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const void *a[FMOE_ROW_BLOCK];
     for (int64_t k0 = 0; k0 < K; k0 += chunk) {
@@ -212,8 +221,7 @@ void fmoe_multiply_in(const fmoe_in_job *job)
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
-        if (rows)
-            n += fmoe_ceil_div(in_columns(job, e), FMOE_NB / job->n_w) * fmoe_ceil_div(rows, FMOE_ROW_BLOCK);
+        if (rows) n += fmoe_ceil_div(in_columns(job, e), FMOE_NB / job->n_w) * fmoe_ceil_div(rows, FMOE_ROW_BLOCK);
         run.ends[i] = n;
     }
     run.tasks.n = n;
@@ -252,9 +260,10 @@ static columns out_columns(const fmoe_out_job *job, int64_t e, int half, int64_t
     return (columns){.v = {fmoe_stack_at(&job->w[half], e)}, .n_v = 1, .dtype = job->w[half].dtype, .n0 = n0, .n = n};
 }
 
-/* The rows [row, row+rows) of expert e, added to the sums of their tokens; `after` is what comes next, to be fetched. */
-static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n,
-                     int64_t t0, const columns *after)
+/* The rows [row, row+rows) of expert e, added to the sums of their tokens; `after` is what comes next, to be fetched.
+ */
+static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t row, int64_t rows, int64_t n0,
+                     int64_t n, int64_t t0, const columns *after)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
@@ -272,13 +281,15 @@ static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_
     if (job->bias) {
         const int dtype = fmoe_tensor_dtype(job->bias);
         const int64_t at = e * fmoe_stride(job->bias, 0) + n0;
-        fmoe_load_row(&cpu->k, dtype, bias, (const char *)fmoe_data(job->bias) + at * (int64_t)fmoe_dtype_size(dtype), n);
+        fmoe_load_row(&cpu->k, dtype, bias, (const char *)fmoe_data(job->bias) + at * (int64_t)fmoe_dtype_size(dtype),
+                      n);
     }
     for (int64_t i = 0; i < rows; i++) {
         const int64_t r = row + i;
         float *c = s->c + i * FMOE_NB;
         if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
-        const float p = job->weights ? fmoe_get_float(fmoe_data(job->weights), fmoe_tensor_dtype(job->weights), g->slot[r]) : 1.0f;
+        const float p =
+            job->weights ? fmoe_get_float(fmoe_data(job->weights), fmoe_tensor_dtype(job->weights), g->slot[r]) : 1.0f;
         cpu->k.axpy(s->sums + (g->token[r] - t0) * FMOE_NB, p, c, FMOE_NB);
     }
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_avx2.c - f32 products on AVX2 + FMA: 6 x 16 register tiles (12 accumulators, 2 B, 1 A), and the packing of panels.
+ * gemm_avx2.c - f32 products on AVX2 + FMA: 6 x 16 register tiles (12 accumulators, 2 B, 1 A), and the packing of
+ * panels.
  *
  * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
 #include <immintrin.h>
@@ -51,8 +52,8 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #define PANEL float
 #include "cpu/tiles.h"
 
-void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
-                        int first, fmoe_fetch *next)
+void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
+                        int64_t ldc, int first, fmoe_fetch *next)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
         run_tiles(rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, next);
@@ -98,38 +99,38 @@ static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
     for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 
-#define DEFINE_PACK(type, element_bytes)                                                                            \
-    void fmoe_pack_rows_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)     \
-    {                                                                                                               \
-        for (int64_t j = 0; j < n; j += 8) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                \
-            const int64_t nj = fmoe_min(8, n - j);                                                                  \
-            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                           \
-                const char *src = (const char *)rows[k] + j * element_bytes;                                        \
-                if (nj == 8) _mm256_storeu_ps(dst, load8_##type(src));                                              \
-                else                                                                                                \
-                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                \
-            }                                                                                                       \
-        }                                                                                                           \
-    }                                                                                                               \
-    void fmoe_pack_cols_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)     \
-    {                                                                                                               \
-        for (int64_t j = 0; j < n; j += 8) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                \
-            const int64_t nj = fmoe_min(8, n - j);                                                                  \
-            int64_t k = 0;                                                                                          \
-            if (nj == 8)                                                                                            \
-                for (; k + 8 <= kc; k += 8) {                                                                       \
-                    __m256 r[8];                                                                                    \
-                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) r[i] =                                      \
-                        load8_##type((const char *)cols[j + i] + k * element_bytes);                                \
-                    transpose8(r);                                                                                  \
-                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) _mm256_storeu_ps(dst + (k + i) * NR, r[i]); \
-                }                                                                                                   \
-            for (; k < kc; k++)                                                                                     \
-                for (int64_t i = 0; i < nj; i++)                                                                    \
-                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                  \
-        }                                                                                                           \
+#define DEFINE_PACK(type, element_bytes)                                                                               \
+    void fmoe_pack_rows_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)        \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j += 8) {                                                                           \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            const int64_t nj = fmoe_min(8, n - j);                                                                     \
+            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                              \
+                const char *src = (const char *)rows[k] + j * element_bytes;                                           \
+                if (nj == 8) _mm256_storeu_ps(dst, load8_##type(src));                                                 \
+                else                                                                                                   \
+                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                   \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void fmoe_pack_cols_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)        \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j += 8) {                                                                           \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            const int64_t nj = fmoe_min(8, n - j);                                                                     \
+            int64_t k = 0;                                                                                             \
+            if (nj == 8)                                                                                               \
+                for (; k + 8 <= kc; k += 8) {                                                                          \
+                    __m256 r[8];                                                                                       \
+                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) r[i] =                                         \
+                        load8_##type((const char *)cols[j + i] + k * element_bytes);                                   \
+                    transpose8(r);                                                                                     \
+                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) _mm256_storeu_ps(dst + (k + i) * NR, r[i]);    \
+                }                                                                                                      \
+            for (; k < kc; k++)                                                                                        \
+                for (int64_t i = 0; i < nj; i++)                                                                       \
+                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                     \
+        }                                                                                                              \
     }
 
 DEFINE_PACK(f32, 4)

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_avx512.c - f32 products on AVX-512: 6 x 64 register tiles (24 accumulators, 4 B, 1 A), and the packing of panels.
+ * gemm_avx512.c - f32 products on AVX-512: 6 x 64 register tiles (24 accumulators, 4 B, 1 A), and the packing of
+ * panels.
  *
- * Per k: 4 loads of B, 6 broadcasts, 24 multiply-adds: the loads fit beside the multiply-adds on every AVX-512 core, with B
- * streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
+ * Per k: 4 loads of B, 6 broadcasts, 24 multiply-adds: the loads fit beside the multiply-adds on every AVX-512 core,
+ * with B streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
 #include <immintrin.h>
 
 #include "cpu/pack_avx512.h"
@@ -72,40 +73,40 @@ static inline __m512 load16_bf16(const void *p, __mmask16 m)
 
 static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
 
-#define DEFINE_PACK(type, element_bytes)                                                                           \
-    void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)  \
-    {                                                                                                              \
-        for (int64_t k = 0; k < kc; k++) {                                                                         \
-            float *dst = (float *)panel + k * FMOE_NB + col;                                                       \
-            if (k + PACK_AHEAD < kc) fetch_row(rows[k + PACK_AHEAD], n * element_bytes);                           \
-            for (int64_t j = 0; j < n; j += 16) {                                                                  \
-                const __mmask16 m = first_n(n - j);                                                                \
-                _mm512_mask_storeu_ps(dst + j, m, load16_##type((const char *)rows[k] + j * element_bytes, m));    \
-            }                                                                                                      \
-        }                                                                                                          \
-    }                                                                                                              \
-    void fmoe_pack_cols_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)  \
-    {                                                                                                              \
-        for (int64_t j0 = 0; j0 < n; j0 += 16) {                                                                   \
-            const int64_t nj = fmoe_min(16, n - j0);                                                               \
-            for (int64_t k0 = 0; k0 < kc; k0 += 16) {                                                              \
-                const __mmask16 m = first_n(kc - k0);                                                              \
-                __m512 r[16];                                                                                      \
-                _Pragma("GCC unroll 16") for (int j = 0; j < 16; j++) r[j] =                                       \
-                    j < nj ? load16_##type((const char *)cols[j0 + j] + k0 * element_bytes, m) : _mm512_setzero_ps(); \
-                fetch_cols(cols, j0, n, k0 * element_bytes, kc * element_bytes);                                   \
-                transpose16(r);                                                                                    \
-                float *dst = (float *)panel + k0 * FMOE_NB + col + j0;                                             \
-                const int64_t nk = fmoe_min(16, kc - k0);                                                          \
-                const __mmask16 mj = first_n(nj);                                                                  \
-                if (nk == 16) {                                                                                    \
-                    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)                                          \
-                        _mm512_mask_storeu_ps(dst + k * FMOE_NB, mj, r[k]);                                        \
-                } else {                                                                                           \
-                    for (int64_t k = 0; k < nk; k++) _mm512_mask_storeu_ps(dst + k * FMOE_NB, mj, r[k]);           \
-                }                                                                                                  \
-            }                                                                                                      \
-        }                                                                                                          \
+#define DEFINE_PACK(type, element_bytes)                                                                               \
+    void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \
+    {                                                                                                                  \
+        for (int64_t k = 0; k < kc; k++) {                                                                             \
+            float *dst = (float *)panel + k * FMOE_NB + col;                                                           \
+            if (k + PACK_AHEAD < kc) fetch_row(rows[k + PACK_AHEAD], n *element_bytes);                                \
+            for (int64_t j = 0; j < n; j += 16) {                                                                      \
+                const __mmask16 m = first_n(n - j);                                                                    \
+                _mm512_mask_storeu_ps(dst + j, m, load16_##type((const char *)rows[k] + j * element_bytes, m));        \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void fmoe_pack_cols_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)      \
+    {                                                                                                                  \
+        for (int64_t j0 = 0; j0 < n; j0 += 16) {                                                                       \
+            const int64_t nj = fmoe_min(16, n - j0);                                                                   \
+            for (int64_t k0 = 0; k0 < kc; k0 += 16) {                                                                  \
+                const __mmask16 m = first_n(kc - k0);                                                                  \
+                __m512 r[16];                                                                                          \
+                _Pragma("GCC unroll 16") for (int j = 0; j < 16; j++) r[j] =                                           \
+                    j < nj ? load16_##type((const char *)cols[j0 + j] + k0 * element_bytes, m) : _mm512_setzero_ps();  \
+                fetch_cols(cols, j0, n, k0 *element_bytes, kc *element_bytes);                                         \
+                transpose16(r);                                                                                        \
+                float *dst = (float *)panel + k0 * FMOE_NB + col + j0;                                                 \
+                const int64_t nk = fmoe_min(16, kc - k0);                                                              \
+                const __mmask16 mj = first_n(nj);                                                                      \
+                if (nk == 16) {                                                                                        \
+                    _Pragma("GCC unroll 16") for (int k = 0; k < 16; k++)                                              \
+                        _mm512_mask_storeu_ps(dst + k * FMOE_NB, mj, r[k]);                                            \
+                } else {                                                                                               \
+                    for (int64_t k = 0; k < nk; k++) _mm512_mask_storeu_ps(dst + k * FMOE_NB, mj, r[k]);               \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
     }
 
 DEFINE_PACK(f32, 4)

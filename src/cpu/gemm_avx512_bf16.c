@@ -81,30 +81,33 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #define PANEL uint32_t
 #include "cpu/tiles.h"
 
-void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first, fmoe_fetch *next)
+void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                                float *c, int64_t ldc, int first, fmoe_fetch *next)
 {
     run_tiles(rows, kc, a, a_step, panel, c, ldc, first, next);
 }
 
-/* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache lines, and
- * the next row of a weight matrix a page away: no hardware prefetcher follows that, so fetch ahead by hand. */
+/* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache
+ * lines, and the next row of a weight matrix a page away: no hardware prefetcher follows that, so fetch ahead by hand.
+ */
 void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
 {
-    const __m512i word = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-                                          35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i word = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i upper = _mm512_add_epi16(word, _mm512_set1_epi16(16));
     for (int64_t k = 0; k < kc; k += 2) {
         uint32_t *dst = (uint32_t *)panel + k / 2 * FMOE_NB + col;
         const uint16_t *even = rows[k], *odd = k + 1 < kc ? rows[k + 1] : NULL;
-        for (int64_t ahead = k + PACK_AHEAD; ahead < fmoe_min(kc, k + PACK_AHEAD + 2); ahead++) fetch_row(rows[ahead], 2 * n);
+        for (int64_t ahead = k + PACK_AHEAD; ahead < fmoe_min(kc, k + PACK_AHEAD + 2); ahead++)
+            fetch_row(rows[ahead], 2 * n);
         for (int64_t j = 0; j < n; j += 32) {
             const int64_t nj = fmoe_min(32, n - j);
             const __mmask32 m = nj == 32 ? 0xffffffffu : (1u << nj) - 1u;
             const __m512i lo = _mm512_maskz_loadu_epi16(m, even + j);
             const __m512i hi = odd ? _mm512_maskz_loadu_epi16(m, odd + j) : _mm512_setzero_si512();
             _mm512_mask_storeu_epi32(dst + j, first_n(nj), _mm512_permutex2var_epi16(lo, word, hi));
-            if (nj > 16) _mm512_mask_storeu_epi32(dst + j + 16, first_n(nj - 16), _mm512_permutex2var_epi16(lo, upper, hi));
+            if (nj > 16)
+                _mm512_mask_storeu_epi32(dst + j + 16, first_n(nj - 16), _mm512_permutex2var_epi16(lo, upper, hi));
         }
     }
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_c.c - the portable products: 2 x 16 tiles in plain C, which compilers turn into whatever vectors the baseline has.
+ * gemm_c.c - the portable products: 2 x 16 tiles in plain C, which compilers turn into whatever vectors the baseline
+ * has.
  *
  * Correct everywhere and the yardstick of every other level; panels are strips of 16 columns as on AVX2. */
 #include "cpu/kernels.h"
@@ -8,8 +9,8 @@
 
 enum { NR = 16, MR = 2 };
 
-static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step, const float *restrict b, float *c,
-                        int64_t ldc, int first)
+static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step, const float *restrict b,
+                        float *c, int64_t ldc, int first)
 {
     float acc[MR][NR] = {{0}};
     for (int64_t k = 0; k < kc; k++, b += NR)
@@ -21,8 +22,8 @@ static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t 
         for (int j = 0; j < NR; j++) c[i * ldc + j] = first ? acc[i][j] : c[i * ldc + j] + acc[i][j];
 }
 
-void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c, int64_t ldc,
-                     int first, fmoe_fetch *next)
+void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
+                     int64_t ldc, int first, fmoe_fetch *next)
 {
     next->line = next->end; /* fetching by hand pays only beside wide vectors */
     for (int strip = 0; strip < FMOE_NB / NR; strip++) {
@@ -37,20 +38,20 @@ static inline float load1_f32(const void *p, int64_t i) { return ((const float *
 static inline float load1_bf16(const void *p, int64_t i) { return fmoe_bf16_to_float(((const uint16_t *)p)[i]); }
 static inline float load1_f16(const void *p, int64_t i) { return fmoe_f16_to_float(((const uint16_t *)p)[i]); }
 
-#define DEFINE_PACK(type)                                                                                        \
-    void fmoe_pack_rows_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)     \
-    {                                                                                                            \
-        for (int64_t j = 0; j < n; j++) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                             \
-            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(rows[k], j);                             \
-        }                                                                                                        \
-    }                                                                                                            \
-    void fmoe_pack_cols_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)     \
-    {                                                                                                            \
-        for (int64_t j = 0; j < n; j++) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                             \
-            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(cols[j], k);                             \
-        }                                                                                                        \
+#define DEFINE_PACK(type)                                                                                              \
+    void fmoe_pack_rows_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)           \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(rows[k], j);                                   \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void fmoe_pack_cols_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)           \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(cols[j], k);                                   \
+        }                                                                                                              \
     }
 
 DEFINE_PACK(f32)

@@ -73,38 +73,38 @@ static inline float load1_f16(const void *p) { return fmoe_f16_to_float(*(const 
 
 static inline void store4(float *p, uint32x4_t bits) { vst1q_f32(p, vreinterpretq_f32_u32(bits)); }
 
-#define DEFINE_PACK(type, element_bytes)                                                                            \
-    void fmoe_pack_rows_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)     \
-    {                                                                                                               \
-        for (int64_t j = 0; j < n; j += 4) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                \
-            const int64_t nj = fmoe_min(4, n - j);                                                                  \
-            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                           \
-                const char *src = (const char *)rows[k] + j * element_bytes;                                        \
-                if (nj == 4) store4(dst, load4_##type(src));                                                        \
-                else                                                                                                \
-                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                \
-            }                                                                                                       \
-        }                                                                                                           \
-    }                                                                                                               \
-    void fmoe_pack_cols_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)     \
-    {                                                                                                               \
-        for (int64_t j = 0; j < n; j += 4) {                                                                        \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                \
-            const int64_t nj = fmoe_min(4, n - j);                                                                  \
-            int64_t k = 0;                                                                                          \
-            if (nj == 4)                                                                                            \
-                for (; k + 4 <= kc; k += 4) {                                                                       \
-                    uint32x4_t r[4];                                                                                \
-                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r[i] =                                      \
-                        load4_##type((const char *)cols[j + i] + k * element_bytes);                                \
-                    transpose4(r);                                                                                  \
-                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) store4(dst + (k + i) * NR, r[i]);           \
-                }                                                                                                   \
-            for (; k < kc; k++)                                                                                     \
-                for (int64_t i = 0; i < nj; i++)                                                                    \
-                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                  \
-        }                                                                                                           \
+#define DEFINE_PACK(type, element_bytes)                                                                               \
+    void fmoe_pack_rows_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)        \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j += 4) {                                                                           \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            const int64_t nj = fmoe_min(4, n - j);                                                                     \
+            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                              \
+                const char *src = (const char *)rows[k] + j * element_bytes;                                           \
+                if (nj == 4) store4(dst, load4_##type(src));                                                           \
+                else                                                                                                   \
+                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                   \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void fmoe_pack_cols_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)        \
+    {                                                                                                                  \
+        for (int64_t j = 0; j < n; j += 4) {                                                                           \
+            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
+            const int64_t nj = fmoe_min(4, n - j);                                                                     \
+            int64_t k = 0;                                                                                             \
+            if (nj == 4)                                                                                               \
+                for (; k + 4 <= kc; k += 4) {                                                                          \
+                    uint32x4_t r[4];                                                                                   \
+                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r[i] =                                         \
+                        load4_##type((const char *)cols[j + i] + k * element_bytes);                                   \
+                    transpose4(r);                                                                                     \
+                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) store4(dst + (k + i) * NR, r[i]);              \
+                }                                                                                                      \
+            for (; k < kc; k++)                                                                                        \
+                for (int64_t i = 0; i < nj; i++)                                                                       \
+                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                     \
+        }                                                                                                              \
     }
 
 DEFINE_PACK(f32, 4)

@@ -84,8 +84,15 @@ fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a
     gmm_buffers b;
     FMOE_TRY(group(p, a, a->x, run, &b));
     store_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = rows_of(a, a->y), .bias = a->bias, .list = a->list};
-    const fmoe_in_job job = {.p = p, .cpu = fmoe_cpu(p), .g = &b.g, .scratch = b.scratch, .a = rows_of(a, a->x),
-                             .w = {stack_of(a, a->w, true)}, .n_w = 1, .finish = store_finish, .ctx = &ctx};
+    const fmoe_in_job job = {.p = p,
+                             .cpu = fmoe_cpu(p),
+                             .g = &b.g,
+                             .scratch = b.scratch,
+                             .a = rows_of(a, a->x),
+                             .w = {stack_of(a, a->w, true)},
+                             .n_w = 1,
+                             .finish = store_finish,
+                             .ctx = &ctx};
     fmoe_multiply_in(&job);
     return FMOE_OK;
 }
@@ -109,14 +116,27 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
     const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &wide;
     if (a->dx) {
         store_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
-        const fmoe_in_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = dy,
-                                 .w = {stack_of(a, a->w, false)}, .n_w = 1, .finish = store_finish, .ctx = &ctx};
+        const fmoe_in_job job = {.p = p,
+                                 .cpu = cpu,
+                                 .g = &b.g,
+                                 .scratch = b.scratch,
+                                 .a = dy,
+                                 .w = {stack_of(a, a->w, false)},
+                                 .n_w = 1,
+                                 .finish = store_finish,
+                                 .ctx = &ctx};
         fmoe_multiply_in(&job);
         if (!a->list && !add) zero_tail(a->dx, b.g.R);
     }
     if (a->dw) {
-        const fmoe_outer_job job = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .a = rows_of(a, a->x), .b = dy,
-                                    .dw = stack_of(a, a->dw, false), .accumulate = accumulate};
+        const fmoe_outer_job job = {.p = p,
+                                    .cpu = cpu,
+                                    .g = &b.g,
+                                    .scratch = b.scratch,
+                                    .a = rows_of(a, a->x),
+                                    .b = dy,
+                                    .dw = stack_of(a, a->dw, false),
+                                    .accumulate = accumulate};
         fmoe_multiply_outer(&job);
     }
     if (a->dbias) fmoe_column_sums(p, &b.g, &dy, NULL, a->dbias, a->list, accumulate);

@@ -52,8 +52,8 @@ fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const 
         const int64_t e = fmoe_get_int(data, type, i);
         if ((uint64_t)e < (uint64_t)E) g->off[e + 1]++;
         else if (!(e == -1 && skip_neg1) && !(e == E && skip_E))
-            return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", E is %" PRId64 "%s", i / k, i % k, e, E,
-                             e == -1 || e == E ? " (the plan declares no such skip mark)" : "");
+            return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", E is %" PRId64 "%s", i / k,
+                             i % k, e, E, e == -1 || e == E ? " (the plan declares no such skip mark)" : "");
     }
     for (int64_t e = 0; e < E; e++) g->off[e + 1] += g->off[e];
     g->R = g->off[E];
@@ -80,8 +80,10 @@ fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int
             return fmoe_fail(FMOE_ERR_INDEX, "sizes[%" PRId64 "] is %" PRId64 ", must not be below %" PRId64 "%s", e, v,
                              cumulative ? before : 0, cumulative ? " (the sum before it)" : "");
         if (cumulative ? v > rows : v > rows - before)
-            return fmoe_fail(FMOE_ERR_INDEX, "sizes[%" PRId64 "] is %" PRId64 ": with %" PRId64
-                             " rows before it that is more than x has, %" PRId64, e, v, before, rows);
+            return fmoe_fail(FMOE_ERR_INDEX,
+                             "sizes[%" PRId64 "] is %" PRId64 ": with %" PRId64
+                             " rows before it that is more than x has, %" PRId64,
+                             e, v, before, rows);
         g->off[e + 1] = cumulative ? v : before + v;
     }
     g->R = g->off[g->E];

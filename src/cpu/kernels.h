@@ -2,26 +2,27 @@
  *
  * kernels.h - the CPU's kernel table: what each ISA level implements, and the shapes they all agree on.
  *
- * Everything the layer multiplies is C[rows,64] += A[rows,kc] . B[kc,64]: 64 columns at a time, k in chunks, f32 accumulators.
+ * Everything the layer multiplies is C[rows,64] += A[rows,kc] . B[kc,64]: 64 columns at a time, k in chunks, f32
+ * accumulators.
  *
  *   B is packed into a panel of 64 columns. Two forms:
  *     f32    element (k,n) at panel[(n/nr)*kc*nr + k*nr + n%nr]; nr is the level's register width (16 or 64)
- *     pairs  bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is padded
- *   A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16, the panel's
- *   row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes).
+ *     pairs  bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is
+ * padded A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16,
+ * the panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes).
  *
- * The sum over k runs chunk by chunk, from first to last, for every element, whatever the number of rows: that is what makes
- * results independent of the batch and of the number of threads. */
+ * The sum over k runs chunk by chunk, from first to last, for every element, whatever the number of rows: that is what
+ * makes results independent of the batch and of the number of threads. */
 #ifndef FMOE_CPU_KERNELS_H
 #define FMOE_CPU_KERNELS_H
 
 #include "fusedmoe.h"
 
 enum {
-    FMOE_NB = 64,          /* columns of a block */
-    FMOE_MR = 6,           /* rows of a register tile, at most */
-    FMOE_KC = 512,         /* k of a chunk: an f32 panel of 128 KiB, half of a small L2 */
-    FMOE_KC_PAIRS = 1024,  /* the same bytes in bf16 */
+    FMOE_NB = 64,         /* columns of a block */
+    FMOE_MR = 6,          /* rows of a register tile, at most */
+    FMOE_KC = 512,        /* k of a chunk: an f32 panel of 128 KiB, half of a small L2 */
+    FMOE_KC_PAIRS = 1024, /* the same bytes in bf16 */
     FMOE_PANEL_BYTES = FMOE_KC * FMOE_NB * 4
 };
 
@@ -31,14 +32,15 @@ typedef struct fmoe_fetch {
     const void *const *line, *const *end;
 } fmoe_fetch;
 
-/* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. The chunk is summed from zero and
- * then added: rounding errors grow with the chunk, not with K. An odd kc in the pairs form reads the last A element alone
- * (nothing past the row's end is touched). */
+/* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. The chunk is summed
+ * from zero and then added: rounding errors grow with the chunk, not with K. An odd kc in the pairs form reads the last
+ * A element alone (nothing past the row's end is touched). */
 typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                           int64_t ldc, int first, fmoe_fetch *next);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
- * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours in k. */
+ * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours
+ * in k. */
 typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *const *pointers, int64_t n);
 
 typedef void fmoe_load_fn(float *dst, const void *src, int64_t n);  /* bf16 or f16 -> f32 */
@@ -52,16 +54,16 @@ typedef struct fmoe_act_params {
 /* a[i] = act(g[i], u[i]); ungated activations read u only. */
 typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, const float *u, float *a, int64_t n);
 /* Given da = dL/da: dg, du and a itself. Ungated: du only, dg is not touched. */
-typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da, float *dg,
-                                  float *du, float *a, int64_t n);
+typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da,
+                                  float *dg, float *du, float *a, int64_t n);
 
-/* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. Whole cache lines bypass the cache: a
- * weight gradient is written once and not read soon. */
+/* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. Whole cache lines bypass the
+ * cache: a weight gradient is written once and not read soon. */
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n);
 
-typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n);      /* y += s * x */
-typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);         /* fixed order of 16 partial sums */
-typedef double fmoe_peak_fn(int64_t rounds);                                  /* multiply-adds in registers; returns the flops done */
+typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n); /* y += s * x */
+typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* fixed order of 16 partial sums */
+typedef double fmoe_peak_fn(int64_t rounds); /* multiply-adds in registers; returns the flops done */
 
 typedef struct fmoe_kernels {
     const char *isa; /* the highest level in the table */
@@ -76,10 +78,10 @@ typedef struct fmoe_kernels {
 #include "kernels.inc"
 
 /* cpu.c */
-int fmoe_cpu_level(void);                        /* highest usable level, caps applied */
-int fmoe_cpu_level_count(void);                  /* of this build */
+int fmoe_cpu_level(void);       /* highest usable level, caps applied */
+int fmoe_cpu_level_count(void); /* of this build */
 const char *fmoe_cpu_level_name(int level);
-int fmoe_cpu_level_available(int level);         /* CPU and operating system have it */
+int fmoe_cpu_level_available(int level);            /* CPU and operating system have it */
 void fmoe_kernels_fill(fmoe_kernels *k, int level); /* C first, then upwards */
 
 #endif

@@ -2,18 +2,19 @@
  *
  * outer.c - weight and bias gradients: products that contract over the rows of an expert.
  *
- * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64 columns of B make
- * the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task owns up to 512 rows of dW, keeps
- * the packed A for them (384 KiB at most), and walks along the columns; sums stay in registers over all rows of the expert, up to a
- * chunk. */
+ * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64
+ * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task
+ * owns up to 512 rows of dW, keeps the packed A for them (384 KiB at most), and walks along the columns; sums stay in
+ * registers over all rows of the expert, up to a chunk. */
 #include "cpu/cpu.h"
 
-/* Rows of dW in one task: as many as the packed A of this many rows has room for. Each task packs all of B again, so more is
- * better, down to a few tasks a thread. */
+/* Rows of dW in one task: as many as the packed A of this many rows has room for. Each task packs all of B again, so
+ * more is better, down to a few tasks a thread. */
 static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 {
     const fmoe_groups *g = job->g;
-    const int64_t chunk = job->cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC, rows = fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e]));
+    const int64_t chunk = job->cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC,
+                  rows = fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e]));
     const int64_t fit = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(job->cpu, rows) * FMOE_NB;
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(fit, FMOE_ROW_BLOCK), fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
@@ -21,8 +22,8 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 }
 
 /* Pack columns [n0, n0+n) of rows [row, row+kc) of expert e. */
-static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row,
-                         int64_t kc, int64_t column, int64_t n, void *panel)
+static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e,
+                         int64_t row, int64_t kc, int64_t column, int64_t n, void *panel)
 {
     const void **pointers = s->pointers + FMOE_ROW_BLOCK;
     const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
@@ -36,8 +37,8 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
 }
 
 /* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
-static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride, int dtype,
-                        bool accumulate)
+static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride,
+                        int dtype, bool accumulate)
 {
     if (!accumulate) {
         fmoe_store_block_fn *store = dtype == FMOE_BF16  ? k->store_block_bf16
@@ -93,8 +94,8 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
                                  (char *)s->left + i / FMOE_NB * panel_bytes);
             for (int64_t i = 0; i < m; i++) {
                 const int64_t within = i % FMOE_NB;
-                a[i] = (const char *)s->left + i / FMOE_NB * panel_bytes +
-                       (within / unit * unit * kc + within % unit) * 4;
+                a[i] =
+                    (const char *)s->left + i / FMOE_NB * panel_bytes + (within / unit * unit * kc + within % unit) * 4;
             }
             pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
             gemm(m, padded, a, unit * 4, s->panel, s->c, FMOE_NB, r == 0, &nothing);
@@ -110,8 +111,7 @@ static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t 
     bool swapped;
     const fmoe_view v = outer_view(job, e, &swapped);
     const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype);
-    for (int64_t n = n0; n < n0 + m; n++)
-        memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
+    for (int64_t n = n0; n < n0 + m; n++) memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
 }
 
 static void outer_worker(void *arg, int worker)
@@ -175,9 +175,9 @@ static void sums_worker(void *arg, int worker)
             float sum[FMOE_NB] = {0}, x[FMOE_NB];
             for (int64_t r = g->off[e]; r < g->off[e + 1]; r++) {
                 fmoe_load_row(k, run->a->dtype, x, (const char *)fmoe_row(run->a, g, e, r) + n0 * source, n);
-                const float p = run->weights
-                                    ? fmoe_get_float(fmoe_data(run->weights), fmoe_tensor_dtype(run->weights), g->slot[r])
-                                    : 1.0f;
+                const float p =
+                    run->weights ? fmoe_get_float(fmoe_data(run->weights), fmoe_tensor_dtype(run->weights), g->slot[r])
+                                 : 1.0f;
                 k->axpy(sum, p, x, n);
             }
             store_block(k, sum, dst + n0 * element, 1, n, 0, dtype, run->accumulate);

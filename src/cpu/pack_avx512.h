@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * pack_avx512.h - what both AVX-512 levels pack panels with: a 16 x 16 transposition of 32-bit units, masks, prefetching. */
+ * pack_avx512.h - what both AVX-512 levels pack panels with: a 16 x 16 transposition of 32-bit units, masks,
+ * prefetching. */
 #ifndef FMOE_PACK_AVX512_H
 #define FMOE_PACK_AVX512_H
 
@@ -22,9 +23,10 @@ static inline void fetch_row(const void *row, int64_t bytes)
     for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T0);
 }
 
-/* Sixteen columns are read side by side, 64 bytes each at a time: fetch what comes PACK_AHEAD_BYTES later, which near the end of the
- * chunk is the start of the next sixteen. */
-static inline __attribute__((always_inline)) void fetch_cols(const void *const *cols, int64_t j0, int64_t n, int64_t at, int64_t bytes)
+/* Sixteen columns are read side by side, 64 bytes each at a time: fetch what comes PACK_AHEAD_BYTES later, which near
+ * the end of the chunk is the start of the next sixteen. */
+static inline __attribute__((always_inline)) void fetch_cols(const void *const *cols, int64_t j0, int64_t n, int64_t at,
+                                                             int64_t bytes)
 {
     int64_t ahead = at + PACK_AHEAD_BYTES;
     if (ahead >= bytes) {
@@ -58,7 +60,8 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 #pragma GCC unroll 4
     for (int q = 0; q < 4; q++) {
         const __m512 ab0 = _mm512_shuffle_f32x4(r[q], r[q + 4], 0x88), ab1 = _mm512_shuffle_f32x4(r[q], r[q + 4], 0xdd);
-        const __m512 cd0 = _mm512_shuffle_f32x4(r[q + 8], r[q + 12], 0x88), cd1 = _mm512_shuffle_f32x4(r[q + 8], r[q + 12], 0xdd);
+        const __m512 cd0 = _mm512_shuffle_f32x4(r[q + 8], r[q + 12], 0x88),
+                     cd1 = _mm512_shuffle_f32x4(r[q + 8], r[q + 12], 0xdd);
         t[q] = _mm512_shuffle_f32x4(ab0, cd0, 0x88);
         t[q + 4] = _mm512_shuffle_f32x4(ab1, cd1, 0x88);
         t[q + 8] = _mm512_shuffle_f32x4(ab0, cd0, 0xdd);

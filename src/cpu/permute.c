@@ -39,7 +39,10 @@ static char *row_of(const fmoe_tensor *t, int64_t r)
     return (char *)fmoe_data(t) + r * fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(t));
 }
 
-static int64_t map_at(const fmoe_tensor *map, int64_t i) { return fmoe_get_int(fmoe_data(map), fmoe_tensor_dtype(map), i); }
+static int64_t map_at(const fmoe_tensor *map, int64_t i)
+{
+    return fmoe_get_int(fmoe_data(map), fmoe_tensor_dtype(map), i);
+}
 
 /* Entries are -1 or rows below R and T*k, each at most once. owner [T*k]: row -> slot, -1: nobody's. */
 static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
@@ -50,7 +53,8 @@ static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
         const int64_t r = map_at(map, i);
         if (r == -1) continue;
         if (r < -1 || r >= rows)
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, i, r, rows);
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, i,
+                             r, rows);
         if (owner[r] >= 0)
             return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] and map[%" PRId64 "] are both %" PRId64, owner[r], i, r);
         owner[r] = i;
@@ -109,7 +113,9 @@ static void gather_rows(void *arg, int64_t begin, int64_t end)
                 const int64_t r = map_at(x->map, i);
                 if (r < 0) continue;
                 fmoe_load_row(k, dtype, row, row_of(x->y, r) + n0 * element, n);
-                k->axpy(sum, x->weights ? fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), i) : 1.0f, row, n);
+                k->axpy(sum,
+                        x->weights ? fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), i) : 1.0f,
+                        row, n);
             }
             fmoe_store_row(k, dtype, row_of(x->out, t) + n0 * element, sum, n);
         }
@@ -150,7 +156,8 @@ static void scatter_rows(void *arg, int64_t begin, int64_t end)
     for (int64_t t = begin; t < end; t++)
         for (int64_t i = t * slots; i < (t + 1) * slots; i++) {
             const int64_t r = map_at(a->map, i);
-            const float weight = a->weights ? fmoe_get_float(fmoe_data(a->weights), fmoe_tensor_dtype(a->weights), i) : 1.0f;
+            const float weight =
+                a->weights ? fmoe_get_float(fmoe_data(a->weights), fmoe_tensor_dtype(a->weights), i) : 1.0f;
             float dp = 0;
             for (int64_t n0 = 0; r >= 0 && n0 < H; n0 += FMOE_NB) {
                 const int64_t n = fmoe_min(FMOE_NB, H - n0);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pool.c - threads for the CPU backend: one pool for the process, made at the first run, grown when a plan asks for more.
+ * pool.c - threads for the CPU backend: one pool for the process, made at the first run, grown when a plan asks for
+ * more.
  *
- * A job is fn(arg, worker) on up to n workers, the caller being worker 0. Jobs divide their work by an atomic counter, so a
- * job is complete with any number of workers >= 1: threads that cannot be had are simply missed, and a job started from inside
- * a job runs on its caller alone. Every worker computes in the default floating point environment, whatever the caller's is:
- * the same bits with or without flush-to-zero, and the caller's state is put back. */
+ * A job is fn(arg, worker) on up to n workers, the caller being worker 0. Jobs divide their work by an atomic counter,
+ * so a job is complete with any number of workers >= 1: threads that cannot be had are simply missed, and a job started
+ * from inside a job runs on its caller alone. Every worker computes in the default floating point environment, whatever
+ * the caller's is: the same bits with or without flush-to-zero, and the caller's state is put back. */
 #include "cpu/cpu.h"
 
 #include <errno.h>
@@ -21,8 +22,8 @@
 #define SPINS 4000 /* rounds of waiting for the next job before sleeping: some 20 microseconds */
 
 typedef struct pool {
-    pid_t pid;               /* the process it belongs to: threads do not survive fork() */
-    pthread_mutex_t jobs;    /* one job at a time */
+    pid_t pid;            /* the process it belongs to: threads do not survive fork() */
+    pthread_mutex_t jobs; /* one job at a time */
     pthread_mutex_t mutex;
     pthread_cond_t wake, done;
     pthread_t threads[MAX_THREADS];
@@ -74,7 +75,8 @@ static void *worker_main(void *p)
     free(p);
     unsigned seen = start.generation;
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load_explicit(&pl->generation, memory_order_acquire) == seen; i++) pause_cpu();
+        for (int i = 0; i < SPINS && atomic_load_explicit(&pl->generation, memory_order_acquire) == seen; i++)
+            pause_cpu();
         pthread_mutex_lock(&pl->mutex);
         while (atomic_load(&pl->generation) == seen && !pl->stop) pthread_cond_wait(&pl->wake, &pl->mutex);
         seen = atomic_load(&pl->generation);

@@ -30,8 +30,9 @@ fmoe_status fmoe_ref_check_ids(const fmoe_plan_impl *p, const fmoe_tensor *ids)
     return FMOE_OK;
 }
 
-/* A map is an injection of the slots that are not skipped into the rows [0, min(R, T*k)): two slots on one row would make
- * dy[map[s]] = ... ambiguous, and no permutation of T*k slots has a row past T*k. owner [T*k] remembers who took a row. */
+/* A map is an injection of the slots that are not skipped into the rows [0, min(R, T*k)): two slots on one row would
+ * make dy[map[s]] = ... ambiguous, and no permutation of T*k slots has a row past T*k. owner [T*k] remembers who took a
+ * row. */
 static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
 {
     const int64_t slots = map->shape[0], rows = fmoe_min(R, slots);
@@ -40,7 +41,8 @@ static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
         const int64_t r = ref_int1(map, s);
         if (r == -1) continue;
         if (r < -1 || r >= rows)
-            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, s, r, rows);
+            return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] is %" PRId64 ", must be -1 or a row below %" PRId64, s,
+                             r, rows);
         if (owner[r] >= 0)
             return fmoe_fail(FMOE_ERR_INDEX, "map[%" PRId64 "] and map[%" PRId64 "] are both %" PRId64, owner[r], s, r);
         owner[r] = s;
@@ -203,7 +205,11 @@ static ref_vec gmm_bias(const fmoe_gmm_args *a, const fmoe_tensor *t, int64_t g)
  * that every call of its pass has; *end comes from the group before. */
 static void gmm_group(const fmoe_gmm_args *a, const fmoe_tensor *rows, int64_t g, int64_t *begin, int64_t *end)
 {
-    if (a->list) { *begin = 0; *end = rows[g].shape[0]; return; }
+    if (a->list) {
+        *begin = 0;
+        *end = rows[g].shape[0];
+        return;
+    }
     *begin = *end;
     if (!a->sizes) *end = rows->shape[0];
     else *end = a->cumulative ? ref_int1(a->sizes, g) : *begin + ref_int1(a->sizes, g);
@@ -345,9 +351,12 @@ static factor gate_factor(const fmoe_desc *d, double g)
     const factor clamped = at_most((factor){g, 1}, L);
     factor f;
     switch (d->act) {
-    case FMOE_ACT_GEGLU: case FMOE_ACT_GELU: return gelu_erf(g);
-    case FMOE_ACT_GEGLU_TANH: case FMOE_ACT_GELU_TANH: return gelu_tanh(g);
-    case FMOE_ACT_REGLU: case FMOE_ACT_RELU: return relu(g);
+    case FMOE_ACT_GEGLU:
+    case FMOE_ACT_GELU: return gelu_erf(g);
+    case FMOE_ACT_GEGLU_TANH:
+    case FMOE_ACT_GELU_TANH: return gelu_tanh(g);
+    case FMOE_ACT_REGLU:
+    case FMOE_ACT_RELU: return relu(g);
     case FMOE_ACT_RELU2: f = relu(g); return (factor){f.value * f.value, 2 * f.value};
     case FMOE_ACT_SWIGLU_CLAMP: f = silu(clamped.value, 1); return (factor){f.value, f.slope * clamped.slope};
     case FMOE_ACT_SWIGLU_OAI: f = silu(clamped.value, d->act_alpha); return (factor){f.value, f.slope * clamped.slope};
@@ -361,7 +370,8 @@ static factor up_factor(const fmoe_desc *d, double u)
     const double L = d->act_limit;
     const factor clamped = u < -L ? (factor){-L, 0} : at_most((factor){u, 1}, L);
     switch (d->act) {
-    case FMOE_ACT_SWIGLU_CLAMP: case FMOE_ACT_SWIGLU_CLAMP_OUT: return clamped;
+    case FMOE_ACT_SWIGLU_CLAMP:
+    case FMOE_ACT_SWIGLU_CLAMP_OUT: return clamped;
     case FMOE_ACT_SWIGLU_OAI: return (factor){clamped.value + 1, clamped.slope};
     default: return (factor){u, 1};
     }

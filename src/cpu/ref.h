@@ -26,10 +26,7 @@ typedef struct ref_mat {
     int dtype;
 } ref_mat;
 
-static inline void *ref_at(void *p, int dtype, int64_t i)
-{
-    return (char *)p + i * (int64_t)fmoe_dtype_size(dtype);
-}
+static inline void *ref_at(void *p, int dtype, int64_t i) { return (char *)p + i * (int64_t)fmoe_dtype_size(dtype); }
 
 static inline double ref_get(ref_vec v, int64_t i)
 {

@@ -2,8 +2,8 @@
  *
  * route.c - routing on the CPU: the formulas of ref_route.c, row by row on all threads, in double.
  *
- * Double costs under 1 % of a layer (E exponentials a token beside 6*k*H*I multiply-adds) and buys that the choice of experts
- * does not hang on how f32 rounded a score. */
+ * Double costs under 1 % of a layer (E exponentials a token beside 6*k*H*I multiply-adds) and buys that the choice of
+ * experts does not hang on how f32 rounded a score. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -88,7 +88,8 @@ static void limit_to_groups(const fmoe_plan_impl *p, double *c, double *group)
     for (int64_t g = 0; g < groups; g++) group[g] = group_score(p, c + g * n, n);
     for (int64_t g = 0; g < groups; g++) {
         int64_t rank = 0;
-        for (int64_t o = 0; o < groups; o++) rank += before(group[o], group[g]) || (o < g && !before(group[g], group[o]));
+        for (int64_t o = 0; o < groups; o++)
+            rank += before(group[o], group[g]) || (o < g && !before(group[g], group[o]));
         for (int64_t i = g * n; rank >= p->d.route.topk_groups && i < (g + 1) * n; i++)
             c[i] = p->d.route.excluded_zero ? 0 : -INFINITY;
     }
@@ -112,7 +113,8 @@ static bool skipped(const fmoe_plan_impl *p, int64_t id) { return id < 0 || id >
 static void selected_scores(const fmoe_plan_impl *p, const route_scratch *s)
 {
     const bool over_k = p->d.route.score == FMOE_SCORE_TOPK_SOFTMAX;
-    for (int64_t j = 0; j < p->d.k; j++) s->q[j] = !skipped(p, s->ids[j]) ? s->score[s->ids[j]] : over_k ? -INFINITY : 0;
+    for (int64_t j = 0; j < p->d.k; j++)
+        s->q[j] = !skipped(p, s->ids[j]) ? s->score[s->ids[j]] : over_k ? -INFINITY : 0;
     if (over_k) softmax(s->q, p->d.k);
 }
 
@@ -129,7 +131,8 @@ enum { GRAIN = 16 };
 static void read_ids(const route_run *run, int64_t t, int64_t *ids)
 {
     const fmoe_tensor *from = run->a->ids;
-    for (int64_t j = 0; j < run->p->d.k; j++) ids[j] = fmoe_get_int(fmoe_data(from), fmoe_tensor_dtype(from), t * run->p->d.k + j);
+    for (int64_t j = 0; j < run->p->d.k; j++)
+        ids[j] = fmoe_get_int(fmoe_data(from), fmoe_tensor_dtype(from), t * run->p->d.k + j);
 }
 
 static void forward_row(const route_run *run, route_scratch *s, int64_t t)
@@ -145,7 +148,8 @@ static void forward_row(const route_run *run, route_scratch *s, int64_t t)
             s->choice[e] = s->score[e] + (a->select_bias ? (double)((const float *)fmoe_data(a->select_bias))[e] : 0);
         limit_to_groups(p, s->choice, s->group);
         select_top(s->choice, E, k, s->ids);
-        for (int64_t j = 0; j < k; j++) fmoe_set_int(fmoe_data(a->ids), fmoe_tensor_dtype(a->ids), t * k + j, s->ids[j]);
+        for (int64_t j = 0; j < k; j++)
+            fmoe_set_int(fmoe_data(a->ids), fmoe_tensor_dtype(a->ids), t * k + j, s->ids[j]);
     }
     selected_scores(p, s);
     double sum = p->d.route.eps;
@@ -190,7 +194,8 @@ static void backward_row(const route_run *run, route_scratch *s, int64_t t)
         else if (score == FMOE_SCORE_SIGMOID && d != 0) d *= s->score[e] * sigmoid(-logit(a->logits, t, e));
         else if (score == FMOE_SCORE_SQRT_SOFTPLUS && d != 0)
             d *= s->score[e] == 0 ? 0 : sigmoid(logit(a->logits, t, e)) / (2 * s->score[e]);
-        fmoe_set_float(fmoe_data(a->dlogits), fmoe_tensor_dtype(a->dlogits), t * fmoe_stride(a->dlogits, 0) + e, (float)d);
+        fmoe_set_float(fmoe_data(a->dlogits), fmoe_tensor_dtype(a->dlogits), t * fmoe_stride(a->dlogits, 0) + e,
+                       (float)d);
     }
 }
 
@@ -213,8 +218,8 @@ static fmoe_status check_ids(const fmoe_plan_impl *p, const fmoe_tensor *ids)
     for (int64_t i = 0; i < ids->shape[0] * p->d.k; i++) {
         const int64_t e = fmoe_get_int(fmoe_data(ids), fmoe_tensor_dtype(ids), i);
         if ((uint64_t)e >= (uint64_t)p->d.E && !(neg1 && e == -1) && !(at_E && e == p->d.E))
-            return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", E is %" PRId64, i / p->d.k, i % p->d.k, e,
-                             p->d.E);
+            return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", E is %" PRId64, i / p->d.k,
+                             i % p->d.k, e, p->d.E);
     }
     return FMOE_OK;
 }

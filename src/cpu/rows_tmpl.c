@@ -46,7 +46,8 @@ void NAME(fmoe_store_f16)(void *restrict dst, const float *restrict src, int64_t
 static inline void stream_out(void *dst, const void *src, size_t n)
 {
 #if defined(__AVX512F__)
-    for (size_t i = 0; i < n; i += 64) _mm512_stream_si512((void *)((char *)dst + i), _mm512_loadu_si512((const char *)src + i));
+    for (size_t i = 0; i < n; i += 64)
+        _mm512_stream_si512((void *)((char *)dst + i), _mm512_loadu_si512((const char *)src + i));
 #else
     for (size_t i = 0; i < n; i += 32)
         _mm256_stream_si256((void *)((char *)dst + i), _mm256_loadu_si256((const void *)((const char *)src + i)));
@@ -60,20 +61,20 @@ static inline void stream_end(void) {}
 
 static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, src, (size_t)n * sizeof *src); }
 
-#define STORE_BLOCK(type, convert, bytes)                                                                         \
-    void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n)           \
-    {                                                                                                             \
-        char *to = dst;                                                                                           \
-        const bool whole = n == FMOE_NB && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                  \
-        for (int64_t i = 0; i < m; i++, to += stride * bytes, c += FMOE_NB)                                       \
-            if (whole) {                                                                                          \
-                _Alignas(64) char row[FMOE_NB * bytes];                                                           \
-                convert(row, c, FMOE_NB);                                                                         \
-                stream_out(to, row, sizeof row);                                                                  \
-            } else {                                                                                              \
-                convert(to, c, n);                                                                                \
-            }                                                                                                     \
-        stream_end();                                                                                             \
+#define STORE_BLOCK(type, convert, bytes)                                                                              \
+    void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n)                \
+    {                                                                                                                  \
+        char *to = dst;                                                                                                \
+        const bool whole = n == FMOE_NB && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                       \
+        for (int64_t i = 0; i < m; i++, to += stride * bytes, c += FMOE_NB)                                            \
+            if (whole) {                                                                                               \
+                _Alignas(64) char row[FMOE_NB * bytes];                                                                \
+                convert(row, c, FMOE_NB);                                                                              \
+                stream_out(to, row, sizeof row);                                                                       \
+            } else {                                                                                                   \
+                convert(to, c, n);                                                                                     \
+            }                                                                                                          \
+        stream_end();                                                                                                  \
     }
 STORE_BLOCK(f32, to_f32, 4)
 STORE_BLOCK(bf16, NAME(fmoe_store_bf16), 2)
@@ -100,8 +101,8 @@ float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
 
 /* ---- functions; NaN in gives NaN out ---- */
 
-/* exp to 1.5 ulp: x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent bits in two halves (so that
- * results down to the smallest denormal and up to the largest number come out). */
+/* exp to 1.5 ulp: x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent bits in two
+ * halves (so that results down to the smallest denormal and up to the largest number come out). */
 static inline float exp_f(float x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
@@ -132,8 +133,8 @@ static inline logistic sigmoid_f(float x)
     return (logistic){s, e * s};
 }
 
-/* erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z/2), z >= 0: a Chebyshev fit with relative error 1.2e-7 (Numerical Recipes, 6.2).
- * Used as the normal distribution function: relative accuracy in the far tail too. */
+/* erfc(z) = t exp(-z^2 + P(t)), t = 1 / (1 + z/2), z >= 0: a Chebyshev fit with relative error 1.2e-7 (Numerical
+ * Recipes, 6.2). Used as the normal distribution function: relative accuracy in the far tail too. */
 static inline float erfc_positive(float z)
 {
     const float t = 1.0f / (1.0f + 0.5f * z);
@@ -182,20 +183,24 @@ static inline value gelu_tanh(float x) /* 0.5 x (1 + tanh z) = x sigmoid(2z) */
 }
 
 static inline value relu(float x) { return (value){x < 0 ? 0 : x, x > 0 ? 1.0f : 0.0f}; }
-static inline value relu2(float x) { const float r = x < 0 ? 0 : x; return (value){r * r, 2.0f * r}; }
+static inline value relu2(float x)
+{
+    const float r = x < 0 ? 0 : x;
+    return (value){r * r, 2.0f * r};
+}
 
 /* A gated activation's value and its two partial derivatives. */
 typedef struct value2 {
     float a, dg, du;
 } value2;
 
-#define GATED(name)                                                             \
-    static inline value2 gated_##name(float g, float u, float alpha, float limit) \
-    {                                                                           \
-        (void)alpha;                                                            \
-        (void)limit;                                                            \
-        const value v = name(g);                                                \
-        return (value2){v.f * u, v.df * u, v.f};                                \
+#define GATED(name)                                                                                                    \
+    static inline value2 gated_##name(float g, float u, float alpha, float limit)                                      \
+    {                                                                                                                  \
+        (void)alpha;                                                                                                   \
+        (void)limit;                                                                                                   \
+        const value v = name(g);                                                                                       \
+        return (value2){v.f * u, v.df * u, v.f};                                                                       \
     }
 GATED(silu)
 GATED(gelu)
@@ -232,13 +237,17 @@ static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
 
 /* ---- activations ---- */
 
-#define FORWARD_GATED(id, fn) \
-    case id: for (int64_t i = 0; i < n; i++) a[i] = fn(g[i], u[i], alpha, limit).a; return;
-#define FORWARD_PLAIN(id, fn) \
-    case id: for (int64_t i = 0; i < n; i++) a[i] = fn(u[i]).f; return;
+#define FORWARD_GATED(id, fn)                                                                                          \
+    case id:                                                                                                           \
+        for (int64_t i = 0; i < n; i++) a[i] = fn(g[i], u[i], alpha, limit).a;                                         \
+        return;
+#define FORWARD_PLAIN(id, fn)                                                                                          \
+    case id:                                                                                                           \
+        for (int64_t i = 0; i < n; i++) a[i] = fn(u[i]).f;                                                             \
+        return;
 
-void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u, float *restrict a,
-                            int64_t n)
+void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
+                            float *restrict a, int64_t n)
 {
     const float alpha = act->alpha, limit = act->limit;
     switch (act->act) {
@@ -258,26 +267,27 @@ void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g,
     }
 }
 
-#define BACKWARD_GATED(id, fn)                                  \
-    case id:                                                    \
-        for (int64_t i = 0; i < n; i++) {                       \
-            const value2 v = fn(g[i], u[i], alpha, limit);      \
-            a[i] = v.a;                                         \
-            dg[i] = da[i] * v.dg;                               \
-            du[i] = da[i] * v.du;                               \
-        }                                                       \
+#define BACKWARD_GATED(id, fn)                                                                                         \
+    case id:                                                                                                           \
+        for (int64_t i = 0; i < n; i++) {                                                                              \
+            const value2 v = fn(g[i], u[i], alpha, limit);                                                             \
+            a[i] = v.a;                                                                                                \
+            dg[i] = da[i] * v.dg;                                                                                      \
+            du[i] = da[i] * v.du;                                                                                      \
+        }                                                                                                              \
         return;
-#define BACKWARD_PLAIN(id, fn)             \
-    case id:                               \
-        for (int64_t i = 0; i < n; i++) {  \
-            const value v = fn(u[i]);      \
-            a[i] = v.f;                    \
-            du[i] = da[i] * v.df;          \
-        }                                  \
+#define BACKWARD_PLAIN(id, fn)                                                                                         \
+    case id:                                                                                                           \
+        for (int64_t i = 0; i < n; i++) {                                                                              \
+            const value v = fn(u[i]);                                                                                  \
+            a[i] = v.f;                                                                                                \
+            du[i] = da[i] * v.df;                                                                                      \
+        }                                                                                                              \
         return;
 
 void NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
-                             const float *restrict da, float *restrict dg, float *restrict du, float *restrict a, int64_t n)
+                             const float *restrict da, float *restrict dg, float *restrict du, float *restrict a,
+                             int64_t n)
 {
     const float alpha = act->alpha, limit = act->limit;
     switch (act->act) {

@@ -5,11 +5,11 @@
  *   static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step, const PANEL *b, float *c,
  *                           int64_t ldc, int first, fmoe_fetch *next, int64_t fetches);
  *
- * with at most FMOE_MR rows, and PANEL, the type of its packed columns. Rows are split evenly (8 rows: 4 + 4, not 6 + 2), and so
- * are the lines to fetch. */
+ * with at most FMOE_MR rows, and PANEL, the type of its packed columns. Rows are split evenly (8 rows: 4 + 4, not 6 +
+ * 2), and so are the lines to fetch. */
 
-static inline void run_tiles(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const PANEL *b, float *c, int64_t ldc,
-                             int first, fmoe_fetch *next)
+static inline void run_tiles(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const PANEL *b, float *c,
+                             int64_t ldc, int first, fmoe_fetch *next)
 {
     for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR); tiles > 0; tiles--) {
         const int64_t mr = fmoe_ceil_div(rows, tiles), fetches = fmoe_ceil_div(next->end - next->line, tiles);

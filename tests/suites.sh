@@ -86,6 +86,9 @@ if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZ
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick
+    suite asan-big "$bin/test_big"
+    # The example ends without freeing what the system takes back anyway.
+    suite asan-example env ASAN_OPTIONS=detect_leaks=0 tests/falls.sh "$bin/train_layer"
     suite asan-replay replays "$bin"
 fi
 if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread; then

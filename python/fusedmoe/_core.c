@@ -385,7 +385,7 @@ error:
 /* ---- torch's threads ------------------------------------------------------------------------------------- */
 
 /* torch's OpenMP workers spin for a while after each of its operators. Threads of our own beside them would share the cores with
- * that (half the speed of a training step on two cores), so CPU plans run on torch's: its C shim has the function from 2.10 on.
+ * that (a fifth of a training step's time on two cores), so CPU plans run on torch's: its C shim has the function from 2.10 on.
  * Below that the library uses its own pool. */
 typedef int32_t (*torch_parallel_for_fn)(int64_t begin, int64_t end, int64_t grain, void (*fn)(int64_t, int64_t, void *), void *ctx);
 

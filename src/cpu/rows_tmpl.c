@@ -101,8 +101,8 @@ float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
 
 /* ---- functions; NaN in gives NaN out ---- */
 
-/* exp to 3 ulp (2.9 measured): x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent bits in two
- * halves (so that results down to the smallest denormal and up to the largest number come out). */
+/* exp to 3 ulp (2.9 measured): x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent
+ * bits in two halves (so that results down to the smallest denormal and up to the largest number come out). */
 static inline float exp_f(float x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */

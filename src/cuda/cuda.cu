@@ -76,8 +76,16 @@ static fmoe_status open_device(Plan *plan, int id)
     return FMOE_OK;
 }
 
+// A plan may be made while the caller captures a stream into a graph: pinned memory and kernel attributes are no part of that.
+struct OutsideCapture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+    ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
 static fmoe_status plan_init(fmoe_plan_impl *p)
 {
+    const OutsideCapture outside;
     const fmoe_desc *d = &p->d;
     if (d->dtype == FMOE_F64) return FAIL(FMOE_ERR_DTYPE, "CUDA: dtype f64 is for the CPU's reference only");
     if (d->E > kMaxExperts && d->op != FMOE_OP_ACTIVATION) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: E is %lld, at most %lld are supported", (long long)d->E, (long long)kMaxExperts);

@@ -55,9 +55,10 @@ def _plan(
 @cache
 def _saved_line(plan: int) -> tuple[int, int]:
     """c0, c1 with saved_bytes(T) <= c0 + c1 * T: a size that is right for symbolic T too."""
-    big = 1 << 20
-    c1 = -(-(_core.saved_bytes(plan, 2 * big) - _core.saved_bytes(plan, big)) // big)
-    return max(_core.saved_bytes(plan, t) - c1 * t for t in (*range(257), *range(big, big + 257))), c1
+    big, pages = 1 << 20, 1 << 16  # the CUDA backend rounds each of its buffers up to a page, wherever T puts their ends
+    rise = _core.saved_bytes(plan, 2 * big) - _core.saved_bytes(plan, big)
+    c0 = max(_core.saved_bytes(plan, t) - rise * t // big for t in (*range(257), *range(big, big + 257)))
+    return c0 and c0 + pages, -(-rise // big)
 
 
 def set_max_isa(name: str | None) -> None:
@@ -74,9 +75,10 @@ def describe(x: Tensor, E: int, k: int, I: int, act: int = SWIGLU, flags: int = 
 
 
 def _stream(device: torch.device) -> int | None:
-    if device.type in _DEVICES:
+    if device.type == "cpu" or (device.type == "cuda" and hasattr(Tensor, "__dlpack_c_exchange_api__")):
         return None  # _core asks torch's exchange table
-    return getattr(torch, device.type).current_stream().npu_stream
+    stream = getattr(torch, device.type).current_stream(device)
+    return stream.cuda_stream if device.type == "cuda" else stream.npu_stream
 
 
 def _call(op: int, plan: int, pass_: int, T: int, device: torch.device, *slots: Any, flags: int = 0) -> None:

@@ -1,0 +1,470 @@
+# SPDX-License-Identifier: Apache-2.0
+"""CUDA tensors through the same operators: values, gradients, streams, graphs, memory, and what is said where something is missing.
+
+Without a GPU the tests that need one are skipped, each counted; what a machine without one can prove is in test_cuda_missing.py.
+"""
+
+import copy
+import time
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe
+from common import V5, rel, step, tiny, worst
+from fusedmoe import GmmFunction, HybridGmmFunction, ops
+from fusedmoe.kernels import apply_kernel
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not V5, reason="needs a CUDA device and transformers v5")
+IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative L2, the worst gradient too
+HOPPER, ODD = (512, 256, 8, 2), (72, 20, 5, 3)  # H, I, E, k: wgmma and TMA; sizes only the general kernels take
+
+
+def layer(T, H, I, E, k, dtype=torch.bfloat16, seed=0, act=ops.SWIGLU, flags=0, device="cuda"):
+    """x, ids, p and w of a layer as `flags` store it; the leaves require gradients."""
+    g = torch.Generator().manual_seed(seed)
+    normal = lambda *s: torch.randn(*s, generator=g) / s[-1] ** 0.5  # noqa: E731
+    C = 2 * I if act < ops.SILU else I
+    w = [normal(E, C, H), normal(E, H, I)] + ([normal(E, C), normal(E, H)] if flags & ops.BIAS else [])
+    if flags & ops.TRANSPOSED:
+        w[:2] = [t.transpose(1, 2).contiguous() for t in w[:2]]
+    if flags & ops.LIST:
+        w = [*w[0][:, :I], *w[0][:, I:], *w[1]]
+    ids = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(T)]) if T else torch.zeros(0, k, dtype=torch.int64)
+    if flags & ops.SKIP_E and T:
+        ids[T // 2, 0] = E
+    leaf = lambda t, d=dtype: t.to(device, d).clone().requires_grad_()  # noqa: E731
+    return leaf(normal(T, H) * H**0.5), ids.to(device), leaf(torch.rand(T, k, generator=g), torch.float32), [leaf(t) for t in w]
+
+
+def results(x, ids, p, w, act=ops.SWIGLU, flags=0, alpha=0.0, limit=0.0):
+    """The output and every gradient for a fixed dout."""
+    out = fusedmoe.experts(x, ids, p, w, act, flags, alpha, limit)
+    dout = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.device, out.dtype)
+    return (out, *torch.autograd.grad(out, (x, p, *w), dout))
+
+
+def specification(x, ids, p, w, *how):
+    """The same in double on the CPU: the reference of the C library."""
+    double = lambda t: t.detach().cpu().double().requires_grad_()  # noqa: E731
+    return results(double(x), ids.cpu(), double(p), [double(t) for t in w], *how)
+
+
+def exact_experts(x, ids, p, w1, w2):
+    """The layer in double on the GPU, expert by expert: for sizes that the reference is too slow for."""
+    out = torch.zeros_like(x)
+    for e in range(w1.shape[0]):
+        t, j = (ids == e).nonzero(as_tuple=True)
+        gate, up = (x[t] @ w1[e].t()).chunk(2, -1)
+        out = out.index_add(0, t, (torch.nn.functional.silu(gate) * up @ w2[e].t()) * p[t, j, None])
+    return out
+
+
+# ---- values and gradients -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("sizes", [HOPPER, ODD], ids=["hopper", "odd"])
+@pytest.mark.parametrize("T", [1, 7, 300])
+def test_layer_against_the_specification(dtype, sizes, T):
+    given = layer(T, *sizes, dtype)
+    for a, b in zip(results(*given), specification(*given), strict=True):
+        assert rel(a, b.cuda()) < BOUND[dtype]
+    x, ids, p, w = given
+    with torch.no_grad():  # inference: other kernels for few tokens
+        assert rel(fusedmoe.experts(x, ids, p, w), specification(*given)[0].cuda()) < BOUND[dtype]
+
+
+FORMS = {
+    "transposed": (ops.SWIGLU, ops.TRANSPOSED), "list": (ops.SWIGLU, ops.LIST), "skipped slots": (ops.SWIGLU, ops.SKIP_E),
+    "recompute": (ops.SWIGLU, ops.RECOMPUTE), "gpt-oss": (ops.SWIGLU_OAI, ops.BIAS | ops.INTERLEAVED | ops.TRANSPOSED),
+    "gelu": (ops.GEGLU_TANH, 0), "ungated": (ops.RELU2, ops.BIAS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [HOPPER, ODD], ids=["hopper", "odd"])
+def test_forms(form, sizes):
+    act, flags = FORMS[form]
+    given = layer(100, *sizes, act=act, flags=flags)
+    for a, b in zip(results(*given, act, flags), specification(*given, act, flags & ~ops.RECOMPUTE), strict=True):
+        assert rel(a, b.cuda()) < 2 * BOUND[torch.bfloat16]
+
+
+def _operators(device, dtype):
+    """(name, function of leaves, leaves) of every operator that has a gradient."""
+    g = torch.Generator().manual_seed(3)
+    leaf = lambda *s: torch.randn(*s, generator=g).to(device, dtype).requires_grad_()  # noqa: E731
+    T, H, I, E, k = 60, 24, 12, 6, 2
+    ids = torch.stack([torch.randperm(E, generator=g)[:k] for _ in range(T)]).to(device)
+    sizes = [30, 0, 55, 5, 10, 20]
+    for score in (ops.SOFTMAX, ops.TOPK_SOFTMAX, ops.SIGMOID, ops.SQRT_SOFTPLUS):
+        yield f"route {score}", lambda t, s=score: fusedmoe.route(t, k, score=s, renormalize=True, scale=2.0)[1], [leaf(T, E)]
+    yield "grouped route", lambda t: fusedmoe.route(t, k, score=2, groups=3, topk_groups=2, select_bias=torch.zeros(E, device=device))[1], [leaf(T, E)]
+    yield "permute", lambda x: fusedmoe.permute(x, ids, E)[0], [leaf(T, H)]
+    row_map = fusedmoe.permute(torch.zeros(T, H, device=device, dtype=dtype), ids, E)[1]
+    yield "unpermute", lambda y, p: fusedmoe.unpermute(y, row_map, p), [leaf(T * k, H), leaf(T, k)]
+    yield "grouped matmul", lambda x, w, b: GmmFunction.apply(x, w, sizes, b), [leaf(T * k, H), leaf(E, H, I), leaf(E, I)]
+    lists = [leaf(m, H) for m in (3, 0, 9)] + [leaf(H, I) for _ in range(3)]
+    yield "grouped matmul of lists", lambda *t: torch.cat(HybridGmmFunction.apply(3, *t)), lists
+    for act in (ops.SWIGLU, ops.GEGLU, ops.GEGLU_TANH, ops.REGLU, ops.SWIGLU_CLAMP, ops.SWIGLU_OAI, ops.SWIGLU_CLAMP_OUT):
+        yield f"activation {act}", lambda h, a=act: fusedmoe.activation(h, a, ops.INTERLEAVED, 1.5, 1.0), [leaf(T, 2 * I)]
+    for act in (ops.SILU, ops.GELU, ops.GELU_TANH, ops.RELU, ops.RELU2):
+        yield f"activation {act}", lambda h, a=act: fusedmoe.activation(h, a), [leaf(T, I)]
+
+
+def test_every_operator_against_the_specification():
+    for ours, reference in zip(_operators("cuda", torch.float32), _operators("cpu", torch.float64), strict=True):
+        found = []
+        for _, function, leaves in (ours, reference):
+            out = function(*leaves)
+            found.append((out, *torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel()).view(out.shape)).to(out))))
+        for a, b in zip(*found, strict=True):
+            assert rel(a, b.cuda()) < 3e-6, ours[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_block(dtype):
+    T, H, I, E, k = 50, 128, 64, 8, 2
+    g = torch.Generator().manual_seed(4)
+    shapes = [(T, H), (E, H), (E, 2 * I, H), (E, H, I), (1, 2 * I, H), (1, H, I), (1, H)]
+    x, wr, *w, gate = ((torch.randn(*s, generator=g) / s[-1] ** (0.5 if i else 0)).to(dtype) for i, s in enumerate(shapes))
+    how = (k, ops.SWIGLU, ops.SHARED_GATE, 0.0, 0.0, (0, 1, 0, 0, 0, 0), 0.0, 1.0)
+    found = []
+    for to in (lambda t: t.cuda(), lambda t: t.double()):
+        a, r, s, u, sg = to(x), to(wr), [to(t) for t in w[:2]], [to(t) for t in w[2:]], [to(gate)]
+        out, logits, ids, p, saved = ops.block_forward(a, r, [], [], s, u, sg, *how)
+        grads = ops.block_backward(a, r, [], s, u, sg, logits, ids, p, saved, to(x.cos()), [], *how, [])
+        found.append((ids, out, logits, p, *grads))
+    same = (found[0][0].cpu() == found[1][0]).all(1)  # rounded logits may choose another expert
+    assert same.float().mean() > 0.95
+    if same.all():
+        for a, b in zip(found[0][1:], found[1][1:], strict=True):
+            assert rel(a, b.cuda()) < 3 * BOUND[dtype]
+
+
+@pytest.mark.parametrize("sizes", [HOPPER, ODD], ids=["hopper", "odd"])
+def test_operators_are_what_torch_expects(sizes):
+    x, ids, p, w = layer(30, *sizes, torch.float32)
+    with torch.no_grad():
+        line = ops.experts_saved(x.dtype, x.device, sizes[:3], sizes[3], 0, 0, 0.0, 0.0)
+        out, saved = ops.experts_forward(x, ids, p, w, 0, 0, 0.0, 0.0, line)
+        utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+        torch.library.opcheck(ops.experts, (x.detach(), ids, p.detach(), [t.detach() for t in w], 0, 0, 0.0, 0.0), test_utils=utils)
+        back = (x.detach(), ids, p.detach(), [t.detach() for t in w], saved, out, 0, 0, 0.0, 0.0, 15)
+        torch.library.opcheck(ops.experts_backward, back, test_utils=utils)
+
+
+def test_errors_are_no_worse_than_those_of_grouped_mm(capsys):
+    from fusedmoe import bench
+
+    T, H, I, E, k = 4096, 2048, 768, 128, 8
+    module = bench.build("qwen3_moe", H, I, E, torch.bfloat16, "cuda")
+    x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(T, E, device="cuda").topk(k).indices
+    p = torch.rand(T, k, device="cuda").bfloat16().requires_grad_()
+    dout = torch.randn(T, H, device="cuda", dtype=torch.bfloat16)
+    leaves = (x, p, module.gate_up_proj, module.down_proj)
+    doubles = [t.detach().double().requires_grad_() for t in leaves]
+    exact = exact_experts(doubles[0], ids, doubles[1], *doubles[2:])
+    wanted = (exact, *torch.autograd.grad(exact, doubles, dout.double()))
+    errors = {}
+    for name in ("grouped_mm", "fusedmoe"):
+        module.config._experts_implementation = name
+        out = module(x, ids, p)
+        errors[name] = [rel(a, b) for a, b in zip((out, *torch.autograd.grad(out, leaves, dout)), wanted, strict=True)]
+    with capsys.disabled():
+        print("\nrelative L2 against double, out dx dp dW1 dW2:", {n: [f"{e:.2e}" for e in v] for n, v in errors.items()})
+    assert all(ours <= 1.02 * theirs for ours, theirs in zip(errors["fusedmoe"], errors["grouped_mm"], strict=True))
+
+
+@pytest.mark.parametrize("T", [1, 16, 4096])
+def test_twenty_runs_give_the_same_bits(T):
+    given = layer(T, 1024, 512, 32, 4)
+    first = results(*given)
+    with torch.no_grad():
+        inference = fusedmoe.experts(*given)
+        for _ in range(20):
+            assert torch.equal(fusedmoe.experts(*given), inference)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(results(*given), first, strict=True))
+
+
+@pytest.mark.parametrize("T", [6, 200])
+def test_nan_stays_with_its_token(T):
+    x, ids, p, w = layer(T, *HOPPER)
+    clean = results(x, ids, p, w)
+    x.data[T // 2] = float("nan")
+    dirty = results(x, ids, p, w)
+    others = torch.arange(T, device="cuda") != T // 2
+    assert dirty[0][T // 2].isnan().all()
+    assert all(torch.equal(a[others], b[others]) for a, b in zip(dirty[:3], clean[:3], strict=True))
+    with torch.no_grad():
+        assert fusedmoe.experts(x, ids, p, w)[others].isfinite().all()
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_tokens():
+    x, ids, p, w = layer(0, *HOPPER)
+    out, *grads = results(x, ids, p, w)
+    assert out.shape == (0, HOPPER[0]) and all(float(t.abs().max()) == 0.0 for t in grads[2:])
+
+
+def test_the_saved_state_fits_every_number_of_tokens():
+    for E, k in ((300, 1), (2000, 1), (64, 3)):
+        x, ids, p, w = layer(1, 64, 8, E, k)
+        for T in (1, 299, 300, 301, 1999, 2003, 6007):
+            many = torch.randint(E, (T, k), device="cuda")
+            fusedmoe.experts(x.expand(T, -1).contiguous(), many, p.expand(T, -1).contiguous(), w)
+
+
+def test_two_hundred_thousand_tokens():
+    T, H, I, E, k = 200_000, 2048, 768, 128, 8  # 1.6 M rows: 3.3e9 elements in one buffer
+    g = torch.Generator("cuda").manual_seed(1)
+    normal = lambda *s: torch.randn(*s, device="cuda", generator=g, dtype=torch.bfloat16)  # noqa: E731
+    x, dout, w1, w2 = normal(T, H), normal(T, H), normal(E, 2 * I, H) * 0.02, normal(E, H, I) * 0.02
+    ids, p = fusedmoe.route(torch.randn(T, E, device="cuda", generator=g), k, renormalize=True)
+    leaves = [t.requires_grad_() for t in (x, p.detach(), w1, w2)]
+    out = fusedmoe.experts(x, ids, leaves[1], [w1, w2])
+    dx, dp, dw1, dw2 = torch.autograd.grad(out, leaves, dout)
+    some = torch.tensor([0, 1, 77_777, 131_072, T - 2, T - 1], device="cuda")
+    few = [x[some].detach().double().requires_grad_(), p[some].detach().double().requires_grad_()]
+    exact = exact_experts(few[0], ids[some], few[1], w1.detach().double(), w2.detach().double())
+    assert rel(out[some], exact) < 6e-3
+    for a, b in zip((dx[some], dp[some]), torch.autograd.grad(exact, few, dout[some].double()), strict=True):
+        assert rel(a, b) < 6e-3
+    for e in (0, E - 1):  # one expert's gradients, from all its rows
+        t, j = (ids == e).nonzero(as_tuple=True)
+        pair = [w1[e : e + 1].detach().double().requires_grad_(), w2[e : e + 1].detach().double().requires_grad_()]
+        part = exact_experts(x[t].detach().double(), torch.zeros(len(t), 1, device="cuda").long(), p[t, j, None].detach().double(), *pair)
+        for a, b in zip((dw1[e : e + 1], dw2[e : e + 1]), torch.autograd.grad(part, pair, dout[t].double()), strict=True):
+            assert rel(a, b) < 6e-3
+
+
+def test_many_experts():
+    given = layer(40, 64, 8, 3000, 32)
+    for a, b in zip(results(*given), specification(*given), strict=True):
+        assert rel(a, b.cuda()) < 6e-3
+    with pytest.raises(NotImplementedError, match="E is 12289, at most 12288"):
+        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 1, 64, 64, 12289, 1)
+
+
+# ---- what training and serving do -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", ["fused_moe", "cuda_fused_moe", "name"])
+def test_model(kernel):
+    model = tiny("Qwen3Moe").cuda()
+    want = step(model, IDS.cuda())
+    if kernel == "name":
+        model.set_experts_implementation("fusedmoe")
+    else:
+        assert apply_kernel(kernel, model=model) is model
+    assert worst(step(model, IDS.cuda()), want) <= 2e-5
+    with pytest.raises(RuntimeError, match="cuda"):
+        apply_kernel("cpu_fused_moe", model=model)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral", "GptOss", "DeepseekV3"])
+@pytest.mark.parametrize("how", ["bf16", "autocast"])
+def test_a_model_in_bf16_is_no_worse_than_eager(family, how):
+    every = dict(num_experts_per_tok=8, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, topk_group=2)
+    exact = step(tiny(family, **every).double().cuda(), IDS.cuda())
+    model = tiny(family, **every).cuda()
+    if how == "bf16":
+        model = model.bfloat16()
+    with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
+        eager = step(model, IDS.cuda())
+        ours = step(fusedmoe.apply(model), IDS.cuda())
+    assert worst(ours, exact) <= 1.5 * worst(eager, exact)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend):
+    torch._dynamo.reset()
+    x, ids, p, w = layer(48, *HOPPER)
+    f = lambda x, ids, p, *w: torch.tanh(fusedmoe.experts(x, ids, p, w).float()).sum()  # noqa: E731
+    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    for n in (48, 9, 14):  # the second size makes T symbolic
+        a = torch.autograd.grad(f(x[:n], ids[:n], p[:n], *w), (x, p, *w))
+        b = torch.autograd.grad(compiled(x[:n], ids[:n], p[:n], *w), (x, p, *w))
+        assert all(rel(u, v) < 4e-3 for u, v in zip(b, a, strict=True))
+
+
+def test_compile_a_model_with_cuda_graphs():
+    torch._dynamo.reset()
+    model = fusedmoe.apply(tiny("Qwen3Moe").cuda())
+    want = step(model, IDS.cuda())
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad(set_to_none=True)
+        out = compiled(input_ids=IDS.cuda(), labels=IDS.cuda())
+        out.loss.backward()
+    assert rel(out.logits, want[1]) < 1e-4
+    for n, p in model.named_parameters():
+        if "experts" in n:
+            assert rel(p.grad, want[2][n]) < 1e-3
+
+
+@pytest.mark.parametrize("T", [1, 40, 500])
+@pytest.mark.parametrize("warm", [True, False])
+def test_graph_of_a_forward(T, warm):
+    sizes = (512, 256, 8 + 8 * warm + T % 7, 2)  # without a warm-up the plan is made during the capture
+    x, ids, p, w = layer(T, *sizes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        if warm:
+            fusedmoe.experts(x, ids, p, w)
+        with torch.cuda.graph(graph):
+            out = fusedmoe.experts(x, ids, p, w)
+        for seed in (1, 2):
+            other = layer(T, *sizes, seed=seed)
+            for old, new in zip((x, ids, p, *w), (*other[:3], *other[3]), strict=True):
+                old.copy_(new)
+            graph.replay()
+            assert torch.equal(out, fusedmoe.experts(*other))
+
+
+def test_graph_of_forward_and_backward():
+    x, ids, p, w = layer(300, *HOPPER)
+    dout = torch.randn_like(x)
+    leaves = (x, p, *w)
+
+    def work():
+        out = fusedmoe.experts(x, ids, p, w)
+        return (out, *torch.autograd.grad(out, leaves, dout))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = work()
+    for seed in (1, 2):
+        other = layer(300, *HOPPER, seed=seed)
+        with torch.no_grad():
+            for old, new in zip((x, ids, p, *w), (*other[:3], *other[3]), strict=True):
+                old.copy_(new)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(held, work(), strict=True))
+
+
+def test_graphed_callable_of_a_training_step():
+    module = torch.nn.Module()
+    x, ids, p, (w1, w2) = layer(64, *HOPPER)
+    module.w1, module.w2 = torch.nn.Parameter(w1.detach()), torch.nn.Parameter(w2.detach())
+    module.forward = lambda x, p: fusedmoe.experts(x, ids, p, [module.w1, module.w2])
+    want = module(x, p)
+    wanted = torch.autograd.grad(want.float().square().sum(), (x, p, module.w1, module.w2))
+    graphed = torch.cuda.make_graphed_callables(module, (x.detach().clone().requires_grad_(), p.detach().clone().requires_grad_()))
+    got = graphed(x, p)
+    assert torch.equal(got, want)
+    grads = torch.autograd.grad(got.float().square().sum(), (x, p, module.w1, module.w2))
+    assert all(torch.equal(a, b) for a, b in zip(grads, wanted, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant):
+    x, ids, p, w = layer(100, *HOPPER)
+    f = lambda x, p, *w: fusedmoe.experts(x, ids, p, w)  # noqa: E731
+    want = torch.autograd.grad(f(x, p, *w).square().sum(), (x, p, *w))
+    checkpoint(f, x, p, *w, use_reentrant=reentrant).square().sum().backward()
+    assert all(torch.equal(t.grad, g) for t, g in zip((x, p, *w), want, strict=True))
+
+
+def test_recompute_gives_the_same_bits():
+    given = layer(200, *HOPPER)
+    assert all(torch.equal(a, b) for a, b in zip(results(*given), results(*given, 0, ops.RECOMPUTE), strict=True))
+
+
+def test_streams_do_not_disturb_one_another():
+    given = [layer(700 + 50 * i, *HOPPER, seed=i) for i in range(3)]
+    wanted = [results(*g) for g in given]
+    streams = [torch.cuda.Stream() for _ in given]
+    torch.cuda.synchronize()
+    found = [[] for _ in given]
+    for _ in range(8):
+        for stream, g, all_of_it in zip(streams, given, found, strict=True):
+            with torch.cuda.stream(stream):
+                all_of_it.append(results(*g))
+    torch.cuda.synchronize()
+    for want, runs in zip(wanted, found, strict=True):
+        assert all(torch.equal(a, b) for run in runs for a, b in zip(run, want, strict=True))
+
+
+def test_training_follows_eager():
+    model = tiny("Qwen3Moe").cuda()
+    curves = []
+    for m in (copy.deepcopy(model), fusedmoe.apply(model)):
+        optimizer = torch.optim.AdamW(m.parameters(), 1e-3)
+        curves.append([])
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = m(input_ids=IDS.cuda(), labels=IDS.cuda()).loss
+            loss.backward()
+            optimizer.step()
+            curves[-1].append(loss.item())
+    assert max(abs(a - b) for a, b in zip(*curves, strict=True)) < 1e-3 and curves[1][-1] < curves[1][0]
+
+
+# ---- promises -------------------------------------------------------------------------------------------------------
+
+
+def test_no_synchronisation_and_no_memory_of_our_own():
+    given = layer(2000, *HOPPER)
+    results(*given)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    dout = torch.randn_like(given[0])
+    torch.cuda._sleep(400_000_000)  # the device is busy for a fifth of a second
+    event, start = torch.cuda.Event(), time.perf_counter()
+    event.record()
+    for _ in range(3):
+        out = fusedmoe.experts(*given)
+        torch.autograd.grad(out, (given[0], *given[3]), dout)
+    assert not event.query(), f"six calls returned after {time.perf_counter() - start:.3f} s, when the device had ended all work"
+    torch.cuda.synchronize()
+    before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+    for _ in range(5):
+        results(*given)
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info()[0] == before and torch.cuda.memory_reserved() == reserved and before <= free
+
+
+def test_frozen_weights_get_no_gradient():
+    x, ids, p, w = layer(4096, 1024, 512, 32, 4)
+    for t in w:
+        t.requires_grad_(False)
+    fusedmoe.experts(x, ids, p, w).sum().backward()
+    assert x.grad is not None and all(t.grad is None for t in w)
+
+
+def test_errors():
+    x, ids, p, w = layer(9, *HOPPER)
+    with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w.w1 is on device type 1"):
+        fusedmoe.experts(x, ids, p, [w[0].detach().cpu(), w[1]])
+    with pytest.raises(RuntimeError, match="FMOE_ERR_BACKEND.*device 99 was asked for"):
+        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 99), 1, 64, 64, 2, 1)
+    with pytest.raises(NotImplementedError, match="f64.*CPU"):
+        fusedmoe.experts(x.double(), ids, p.double(), [t.double() for t in w])
+    with pytest.raises(ValueError, match="FMOE_ERR_SHAPE"):
+        fusedmoe.experts(x, ids[:5], p, w)
+    clean = fusedmoe.experts(x, ids, p, w)
+    fusedmoe.experts(x, torch.full_like(ids, 77), p, w)  # found on the device, so said by the next call
+    torch.cuda.synchronize()
+    with pytest.raises(IndexError, match="an earlier call on this plan met id 77"):
+        fusedmoe.experts(x, ids, p, w)
+    assert torch.equal(fusedmoe.experts(x, ids, p, w), clean)
+
+
+def test_what_will_run_is_told():
+    text = fusedmoe.describe(torch.empty(1, 2048, device="cuda", dtype=torch.bfloat16), E=128, k=8, I=768)
+    assert "cuda: device 0" in text and "products: sm" in text
+    assert "cuda: loaded" in fusedmoe.info()

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """python -m fusedmoe.bench: experts implementations of transformers side by side, on any architecture and shape.
 
-Implementations take turns inside every round, so that a busy machine slows all of them; the median of the rounds counts.
+A pass is routing and the layer. Implementations take turns inside every round, so that a busy machine slows all of them; the
+median of the rounds counts. On CUDA each has three regimes instead, and "dense" is a peer: see meters.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import importlib
 import itertools
 import json
@@ -17,14 +16,18 @@ import statistics
 import time
 import types
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import _core, ops
+from . import _core, autograd, ops
+from .integrations import layers
 from .integrations import transformers as hf
+from .meters import DRAWS, GRAPH_BELOW, cuda_times, kept_megabytes, peak_megabytes
 
+OURS = (hf.NAME, "recompute")  # "recompute" keeps x alone
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -59,81 +62,68 @@ def _synchronize(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def _resident(key: str) -> float:
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
-
-
-def peak_megabytes(step: Callable[[], Any], device: str) -> float | None:
-    """Memory a step needs above what is there before it; None where the system does not tell."""
-    if device != "cpu":
-        torch.accelerator.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        torch.accelerator.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    try:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
-        step()
-        return _resident("VmHWM") - before
-    except (OSError, AttributeError):
-        return None
-
-
 def measure(
     arch: str, T: int, H: int, I: int, E: int, k: int, dtype: str, device: str, implementations: Sequence[str], rounds: int,
     backward: bool = True,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One shape: a row for each implementation and pass."""
+    """One shape: a row for each implementation, pass and regime."""
     module = build(arch, H, I, E, DTYPES[dtype], device)
     g = torch.Generator().manual_seed(0)
     x = torch.randn(T, H, generator=g).to(device, DTYPES[dtype]).requires_grad_()
-    p = torch.rand(T, k, generator=g).to(device, DTYPES[dtype]).requires_grad_()
-    ids = torch.rand(T, E, generator=g).topk(k).indices.to(device)
+    logits = [torch.randn(T, E, generator=g).to(device).requires_grad_() for _ in range(DRAWS if T < GRAPH_BELOW else 1)]
     dout = torch.randn(T, H, generator=g).to(device, DTYPES[dtype])
 
-    def forward() -> None:
-        with torch.no_grad():
-            module(x, ids, p)
+    def layer(name: str, draw: int = 0) -> torch.Tensor:
+        if name in OURS:
+            ids, p = autograd.route(logits[draw], k, renormalize=True)
+        else:
+            p, ids = logits[draw].softmax(-1).topk(k)
+            p = (p / p.sum(-1, keepdim=True)).to(x.dtype)
+        if name == "recompute":
+            found = layers.layer_of(module)
+            return layers.run(module, found._replace(flags=found.flags | ops.RECOMPUTE), x, ids, p)
+        module.config._experts_implementation = name
+        return module(x, ids, p)
 
-    def step() -> None:
+    def step(name: str) -> None:
         module.zero_grad(set_to_none=True)
-        x.grad = p.grad = None
-        module(x, ids, p).backward(dout)
+        x.grad = logits[0].grad = None
+        layer(name).backward(dout)
 
-    passes = {"fwd": forward, **({"fwd+bwd": step} if backward else {})}
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in itertools.product(implementations, passes)}
+    passes: dict[str, Callable] = {"fwd": torch.no_grad()(layer), **({"fwd+bwd": step} if backward else {})}
+    times: dict[tuple[str, str, str], list[float]] = {}
     peaks: dict[str, float | None] = {}
-    for i in range(rounds + 1):
-        for name in implementations:
-            module.config._experts_implementation = name
-            for what, run in passes.items():
-                _synchronize(device)
-                start = time.perf_counter()
-                run()
-                _synchronize(device)
-                if i:  # the first round warms up
-                    times[name, what].append(time.perf_counter() - start)
-            if not i and backward:
-                module.zero_grad(set_to_none=True)
-                peaks[name] = peak_megabytes(step, device)
+    kept: dict[str, float] = {}
+    for i, name in itertools.product(range(1 if device == "cuda" else rounds + 1), implementations):
+        for what, run in passes.items() if name != "dense" else ():
+            _synchronize(device)
+            start = time.perf_counter()
+            run(name)
+            _synchronize(device)
+            if i:  # the first round warms up
+                times.setdefault((name, what, "turns"), []).append((time.perf_counter() - start) * 1e3)
+        if not i and backward and name != "dense":
+            module.zero_grad(set_to_none=True)
+            peaks[name] = peak_megabytes(partial(step, name), device)
+            kept[name] = kept_megabytes(partial(layer, name), module.parameters())
+    if device == "cuda":
+        times = cuda_times(passes, implementations, T, H, I, k, DTYPES[dtype])
     threads = torch.get_num_threads()
     ceiling = _core.ceiling(ops.DTYPES[DTYPES[dtype]], threads) if device == "cpu" else None
     gated = getattr(module, "has_gate", True)
     rows = []
-    for (name, what), seconds in times.items():
+    for (name, what, regime), ms in times.items():
         flops = 2 * T * k * H * I * (3 if gated else 2) * (3 if what == "fwd+bwd" else 1)
-        ms = statistics.median(seconds) * 1e3
-        gflops = flops / ms / 1e6
+        gflops = flops / statistics.median(ms) / 1e6
+        dense = times.get(("dense", what, regime))
+        top = flops / dense[0] / 1e6 if dense else ceiling
         arch_name = _core.cpu_isa() if device == "cpu" else torch.cuda.get_device_name()
         rows.append({
-            "op": "experts", "pass": what, "backend": name, "isa_or_arch": arch_name, "dtype": dtype, "T": T, "H": H, "I": I,
-            "E": E, "k": k, "threads": threads, "ms": round(ms, 4), "gflops": round(gflops, 2), "ceiling_gflops": ceiling,
-            "share": round(gflops / ceiling, 3) if ceiling else None, "peer": name != hf.NAME, "best_ms": round(min(seconds) * 1e3, 4),
-            "peak_mb": None if peaks.get(name) is None or what == "fwd" else round(peaks[name], 1), "model": arch,
+            "op": "experts", "pass": what, "backend": name, "regime": regime, "isa_or_arch": arch_name, "dtype": dtype, "T": T, "H": H,
+            "I": I, "E": E, "k": k, "threads": threads, "ms": round(statistics.median(ms), 4), "gflops": round(gflops, 2),
+            "ceiling_gflops": top, "share": round(gflops / top, 3) if top else None, "peer": name not in OURS, "best_ms": round(min(ms), 4),
+            "peak_mb": None if peaks.get(name) is None or what == "fwd" else round(peaks[name], 1),
+            "kept_mb": round(kept[name], 1) if name in kept and what != "fwd" else None, "model": arch,
         })  # fmt: skip
     return rows
 
@@ -145,14 +135,15 @@ def chart(rows: list[dict[str, Any]], path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups = list(dict.fromkeys((r["dtype"], r["T"], r["pass"]) for r in rows))
+    groups = list(dict.fromkeys((r["dtype"], r["T"], r["pass"], r["regime"]) for r in rows))
     names = list(dict.fromkeys(r["backend"] for r in rows))
     figure, axis = plt.subplots(figsize=(max(6, 1.3 * len(groups)), 4), layout="constrained")
     for i, name in enumerate(names):
-        values = [next((r["ms"] for r in rows if (r["dtype"], r["T"], r["pass"], r["backend"]) == (*g, name)), 0) for g in groups]
+        ms = {(r["dtype"], r["T"], r["pass"], r["regime"]): r["ms"] for r in rows if r["backend"] == name}
+        values = [ms.get(g, 0) for g in groups]
         bars = axis.bar([j + i * 0.8 / len(names) for j in range(len(groups))], values, 0.8 / len(names), label=name)
         axis.bar_label(bars, fmt="%.3g", fontsize=7)
-    axis.set_xticks([j + 0.4 - 0.4 / len(names) for j in range(len(groups))], [f"{d} T={t}\n{p}" for d, t, p in groups])
+    axis.set_xticks([j + 0.4 - 0.4 / len(names) for j in range(len(groups))], [f"{d} T={t}\n{p}\n{how}" for d, t, p, how in groups])
     axis.set_ylabel("milliseconds (median)")
     axis.set_yscale("log")
     r = rows[0]
@@ -168,13 +159,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m fusedmoe.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--op", default="experts", choices=["experts"])
     parser.add_argument("--arch", default="qwen3_moe", help="a model directory of transformers (default %(default)s)")
-    for name, default in (("T", "64,512"), ("H", "1024"), ("I", "512"), ("E", "32"), ("k", "4")):
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    cuda = parser.parse_known_args(argv)[0].device == "cuda"
+    shape = ("16,4096,16384", "2048", "768", "128", "8") if cuda else ("64,512", "1024", "512", "32", "4")
+    for name, default in zip("THIEk", shape, strict=True):
         parser.add_argument(f"--{name}", type=numbers, default=numbers(default), help=f"default {default}")
-    parser.add_argument("--dtype", type=words, default=["f32", "bf16"], help="default f32,bf16")
-    parser.add_argument("--impl", type=words, default=["eager", "grouped_mm", hf.NAME], help="default eager,grouped_mm,fusedmoe")
+    peers = "grouped_mm,dense,fusedmoe" if cuda else "eager,grouped_mm,fusedmoe"
+    for name, default in (("dtype", "bf16" if cuda else "f32,bf16"), ("impl", peers)):
+        parser.add_argument(f"--{name}", type=words, default=words(default), help=f"default {default}")
     parser.add_argument("--threads", type=int, default=0, help="0: as many as torch has")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--forward-only", action="store_true")
     for name in ("json", "csv", "png"):
         parser.add_argument(f"--{name}", metavar="FILE")
@@ -184,12 +178,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []
-    line = "{:5} {:>6} {:>5} {:>5} {:>4} {:>2} {:8} {:12} {:>10} {:>9} {:>6} {:>8}"
-    print(line.format("dtype", "T", "H", "I", "E", "k", "pass", "backend", "ms", "GFLOP/s", "share", "peak MB"))
+    line = "{:5} {:>6} {:>5} {:>5} {:>4} {:>2} {:8} {:9} {:12} {:>10} {:>9} {:>6} {:>8} {:>8}"
+    print(line.format("dtype", "T", "H", "I", "E", "k", "pass", "regime", "backend", "ms", "GFLOP/s", "share", "peak MB", "kept MB"))
     for dtype, T, H, I, E, k in itertools.product(args.dtype, args.T, args.H, args.I, args.E, args.k):
         new = measure(args.arch, T, H, I, E, k, dtype, args.device, args.impl, args.rounds, not args.forward_only)
-        for r in sorted(new, key=lambda r: r["pass"]):
-            columns = [r["pass"], r["backend"], r["ms"], r["gflops"], r["share"] or "", r["peak_mb"] or ""]
+        for r in sorted(new, key=lambda r: (r["pass"], r["regime"])):
+            columns = (r[name] or "" for name in ("pass", "regime", "backend", "ms", "gflops", "share", "peak_mb", "kept_mb"))
             print(line.format(dtype, T, H, I, E, k, *columns))
         rows += new
     if args.json:

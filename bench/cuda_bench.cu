@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process. Routing is included.
 //
-//   nvcc -O2 -std=c++17 -arch=sm_80 -Iinclude -Isrc bench/cuda_bench.cu -o build/cuda_bench -ldl
+//   nvcc -O2 -std=c++17 -arch=sm_80 -Iinclude bench/cuda_bench.cu -o build/cuda_bench -Lbuild -lfusedmoe -Xlinker -rpath=$PWD/build -ldl
+//
+// Everything goes through the public API of libfusedmoe.so; LIBRARY is the absolute path of the libfusedmoe_cuda.so it is to load.
 //
 //   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit
 //   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache
@@ -15,7 +17,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -23,9 +24,7 @@
 #include <string>
 #include <vector>
 
-extern "C" {
-#include "backend.h"
-}
+#include "fusedmoe.h"
 
 #define CK(x)                                                                              \
     do {                                                                                   \
@@ -41,21 +40,11 @@ static const struct {
     int64_t H, I, E, k;
 } shapes[] = {{"q30", 2048, 768, 128, 8}, {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8}, {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8}, {"tiny", 512, 256, 8, 2}};
 
-static const fmoe_backend *backend;
 static cudaStream_t stream;
 
-static fmoe_status fail_aloud(fmoe_status status, const char *format, ...)
-{
-    va_list v;
-    va_start(v, format);
-    vprintf(format, v);
-    printf("\n");
-    va_end(v);
-    return status;
-}
 static void ok(fmoe_status s)
 {
-    if (s != FMOE_OK) exit(1);
+    if (s != FMOE_OK) printf("%s: %s\n", fmoe_status_string(s), fmoe_last_error()), exit(1);
 }
 
 __device__ static uint32_t hash32(uint32_t v)
@@ -98,28 +87,26 @@ struct Tensor {
 
 struct Layer {
     int64_t T, H, I, E, k;
-    fmoe_plan_impl plan = {}, route = {};
+    fmoe_plan plan = 0, route = 0;
     Tensor x, dout, out, dx, logits, ids, p, dp, w1, w2, dw1, dw2;
     void *ws[2] = {}, *saved = nullptr;
     size_t ws_bytes[2] = {}, saved_bytes = 0;
     Layer(const Layer &) = delete;
-    Layer(int shape, int64_t tokens, bool train, bool buffers = true) : T(tokens)
+    Layer(int shape, int64_t tokens, bool train, bool buffers = true, uint32_t flags = 0) : T(tokens)
     {
         H = shapes[shape].H, I = shapes[shape].I, E = shapes[shape].E, k = shapes[shape].k;
         fmoe_desc d = {};
         d.size = sizeof d;
+        d.op = FMOE_OP_EXPERTS;
         d.dtype = FMOE_BF16;
         d.device = {FMOE_CUDA, 0};
         d.H = H, d.I = I, d.E = E, d.k = k;
-        d.act_alpha = 1.702f, d.act_limit = 7, d.route.scale = 1, d.route.renormalize = 1;
-        plan.d = route.d = d;
-        plan.d.op = FMOE_OP_EXPERTS, route.d.op = FMOE_OP_ROUTE;
-        plan.gated = route.gated = 1;
-        plan.h_cols = route.h_cols = 2 * I;
-        plan.backend = route.backend = backend;
-        ok(backend->plan_init(&plan));
-        ok(backend->plan_init(&route));
-        for (int pass = 0; pass < 2; pass++) ok(backend->bytes(&plan, (fmoe_pass)pass, T, &ws_bytes[pass], &saved_bytes));
+        d.flags = flags;
+        ok(fmoe_plan_create(&plan, &d));
+        d.op = FMOE_OP_ROUTE, d.flags = 0, d.route.renormalize = 1;
+        ok(fmoe_plan_create(&route, &d));
+        for (int pass = 0; pass < 2; pass++) ok(fmoe_workspace_bytes(plan, (fmoe_pass)pass, T, &ws_bytes[pass]));
+        ok(fmoe_saved_bytes(plan, T, &saved_bytes));
         if (!buffers) return;
         x.make(FMOE_BF16, {T, H}, 1, 1), out.make(FMOE_BF16, {T, H}, 1, 5);
         logits.make(FMOE_F32, {T, E}, 1, 9), ids.make(-32, {T, k}, 0, 0), p.make(FMOE_F32, {T, k}, 1, 0);
@@ -137,7 +124,7 @@ struct Layer {
     ~Layer()
     {
         cudaFree(ws[0]), cudaFree(saved);
-        backend->plan_fini(&plan), backend->plan_fini(&route);
+        fmoe_plan_destroy(&plan), fmoe_plan_destroy(&route);
     }
     fmoe_run run(int pass) const
     {
@@ -156,7 +143,7 @@ struct Layer {
         l.byte_offset = (uint64_t)(offset * E * 4);
         a.logits = &l, a.ids = &ids.t, a.weights = &p.t;
         const fmoe_run r = run(0);
-        ok(backend->route[0](&route, &a, &r));
+        ok(fmoe_route_forward(route, &a, &r));
     }
     void forward() const
     {
@@ -165,7 +152,7 @@ struct Layer {
         a.x = &x.t, a.ids = &ids.t, a.weights = &p.t, a.w.w1 = &w1.t, a.w.w2 = &w2.t, a.out = &out.t;
         a.saved = saved, a.saved_bytes = saved_bytes;
         const fmoe_run r = run(0);
-        ok(backend->experts[0](&plan, &a, &r));
+        ok(fmoe_experts_forward(plan, &a, &r));
     }
     void backward() const
     {
@@ -175,7 +162,7 @@ struct Layer {
         a.saved = saved, a.saved_bytes = saved_bytes;
         a.dout = &dout.t, a.dx = &dx.t, a.dweights = &dp.t, a.dw.w1 = &dw1.t, a.dw.w2 = &dw2.t;
         const fmoe_run r = run(1);
-        ok(backend->experts[1](&plan, &a, &r));
+        ok(fmoe_experts_backward(plan, &a, &r));
     }
     double flop(int n) const { return 2.0 * (double)(T * k) * (double)H * (double)I * n; }
 };
@@ -305,7 +292,21 @@ static void bench_layer(const char *arg, const Dense &dense)
     fflush(stdout);
 }
 
-static void bench_decode(int shape, int64_t T)
+// Bytes a second of a large device-to-device copy, read and written ones counted: the median of 15.
+static double copy_bandwidth()
+{
+    const size_t n = (size_t)2 << 30;
+    void *from, *to;
+    CK(cudaMalloc(&from, n));
+    CK(cudaMalloc(&to, n));
+    fill<<<1024, 256>>>((uint16_t *)from, nullptr, n / 2, 1, 1);
+    double idle, sustained;
+    time_both([&] { CK(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, stream)); }, &idle, &sustained);
+    cudaFree(from), cudaFree(to);
+    return 2 * (double)n / (idle * 1e-3);
+}
+
+static void bench_decode(int shape, int64_t T, double bandwidth)
 {
     Layer l(shape, T, false);
     const int rounds = 16;
@@ -346,8 +347,9 @@ static void bench_decode(int shape, int64_t T)
         if (i >= 5) t.push_back(ms / rounds);
     }
     const double us = median(t) * 1000, bytes = hit * 3 * (double)(l.H * l.I) * 2;
-    printf("decode %s T %lld: %.2f us a layer, routing included; %.1f experts hit, %.1f MB of weights, %.2f TB/s; at 4.24 TB/s they take %.1f us: %.2fx\n", shapes[shape].name, (long long)T, us, hit,
-           bytes * 1e-6, bytes / us * 1e-6, bytes / 4.24e6, us / (bytes / 4.24e6));
+    const double read = bytes / bandwidth * 1e6;
+    printf("decode %s T %lld: %.2f us a layer, routing included; %.1f experts hit, %.1f MB of weights, %.2f TB/s; at %.2f TB/s they take %.1f us: %.2fx\n", shapes[shape].name, (long long)T, us, hit,
+           bytes * 1e-6, bytes / us * 1e-6, bandwidth * 1e-12, read, us / read);
     fflush(stdout);
     CK(cudaGraphExecDestroy(exec));
     CK(cudaGraphDestroy(graph));
@@ -359,14 +361,7 @@ int main(int argc, char **argv)
         printf("usage: cuda_bench LIBRARY layer|decode|once|memory SHAPE...\n");
         return 2;
     }
-    void *lib = dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
-    static const fmoe_core core = {FMOE_BACKEND_VERSION, fail_aloud};
-    const fmoe_backend_entry entry = lib ? (fmoe_backend_entry)dlsym(lib, "fmoe_cuda_backend") : nullptr;
-    backend = entry ? entry(&core) : nullptr;
-    if (!backend) {
-        printf("no CUDA backend: %s\n", dlerror());
-        return 1;
-    }
+    setenv("FMOE_CUDA_LIBRARY", argv[1], 1);
     CK(cudaStreamCreate(&stream));
     const std::string mode = argv[2];
     if (mode == "layer") {
@@ -374,7 +369,8 @@ int main(int argc, char **argv)
         if (!dense.open()) printf("no dense figures: FMOE_BENCH_CUBLAS does not name a usable libcublas\n");
         for (int i = 3; i < argc; i++) bench_layer(argv[i], dense);
     } else if (mode == "decode") {
-        for (int i = 4; i < argc; i++) bench_decode(find_shape(argv[3], strlen(argv[3])), atoll(argv[i]));
+        const double bandwidth = copy_bandwidth();
+        for (int i = 4; i < argc; i++) bench_decode(find_shape(argv[3], strlen(argv[3])), atoll(argv[i]), bandwidth);
     } else if (mode == "once") {
         int shape;
         int64_t T;
@@ -388,10 +384,13 @@ int main(int argc, char **argv)
             int shape;
             int64_t T;
             parse(argv[i], &shape, &T);
-            Layer l(shape, T, true, false);
-            const double M = 1 << 20, act = (double)(T * l.H) * 2 / M;
-            printf("memory %s: kept %.1f MiB (x %.1f + saved %.1f), workspace forward %.1f, backward %.1f, peak over weights and gradients %.1f MiB\n", argv[i], act + (double)l.saved_bytes / M, act,
-                   (double)l.saved_bytes / M, (double)l.ws_bytes[0] / M, (double)l.ws_bytes[1] / M, 4 * act + (double)(l.saved_bytes + std::max(l.ws_bytes[0], l.ws_bytes[1])) / M);
+            for (uint32_t flags : {0u, (uint32_t)FMOE_RECOMPUTE}) {
+                Layer l(shape, T, true, false, flags);
+                const double M = 1 << 20, act = (double)(T * l.H) * 2 / M, saved = (double)l.saved_bytes / M;
+                printf("memory %s%s: kept %.1f MiB (x %.1f + saved %.1f), workspace forward %.1f, backward %.1f, peak over weights and gradients %.1f MiB\n", argv[i],
+                       flags ? " recompute" : "", act + saved, act, saved, (double)l.ws_bytes[0] / M, (double)l.ws_bytes[1] / M,
+                       4 * act + saved + (double)std::max(l.ws_bytes[0], l.ws_bytes[1]) / M);
+            }
         }
     }
     return 0;

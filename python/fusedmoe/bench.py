@@ -51,7 +51,8 @@ def build(arch: str, H: int, I: int, E: int, dtype: torch.dtype, device: str) ->
         hidden_act="silu", hidden_activation="gelu_pytorch_tanh", mlp_hidden_act="relu2", swiglu_limit=7.0, swiglu_alpha=1.702,
         moe_latent_size=None, rms_norm_eps=1e-6, post_norm_eps=1e-6, _experts_implementation="eager",
     )  # fmt: skip
-    module = experts_class(arch)(config)
+    with torch.device(device):
+        module = experts_class(arch)(config)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.02)
     return module.to(device, dtype)

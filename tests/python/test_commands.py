@@ -20,7 +20,8 @@ def test_bench(tmp_path, capsys):
     from fusedmoe import bench
 
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "png")}
-    shape = ["--T", "4,9", "--H", "32", "--I", "16", "--E", "4", "--k", "2", "--rounds", "1", "--dtype", "f32,bf16"]
+    shape = ["--T", "4,9", "--H", "32", "--I", "16", "--E", "4", "--k", "2", "--rounds", "1", "--dtype", "f32,bf16",
+             "--device", "cpu"]  # fmt: skip
     assert bench.main([*shape, *(a for kind, f in files.items() for a in (f"--{kind}", str(f)))]) == 0
     rows = json.loads(files["json"].read_text())
     assert len(rows) == 2 * 2 * 3 * 2
@@ -30,7 +31,7 @@ def test_bench(tmp_path, capsys):
     assert "fusedmoe" in capsys.readouterr().out
     for arch in ("gpt_oss", "nemotron_h", "deepseek_v4"):
         assert bench.main(["--arch", arch, "--impl", "eager,fusedmoe", "--T", "5", "--H", "32", "--I", "16", "--E", "4", "--k", "2",
-                           "--rounds", "1", "--dtype", "f32", "--forward-only"]) == 0  # fmt: skip
+                           "--rounds", "1", "--dtype", "f32", "--device", "cpu", "--forward-only"]) == 0  # fmt: skip
 
 
 def test_finetune(tmp_path):

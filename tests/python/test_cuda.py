@@ -468,3 +468,16 @@ def test_what_will_run_is_told():
     text = fusedmoe.describe(torch.empty(1, 2048, device="cuda", dtype=torch.bfloat16), E=128, k=8, I=768)
     assert "cuda: device 0" in text and "products: sm" in text
     assert "cuda: loaded" in fusedmoe.info()
+
+
+def test_bench(tmp_path):
+    import json
+
+    from fusedmoe import bench
+
+    sizes = ["--H", "256", "--I", "128", "--E", "8", "--k", "2", "--T", "16,128", "--device", "cuda", "--json", str(tmp_path / "out.json")]
+    assert bench.main([*sizes, "--impl", "grouped_mm,dense,recompute,fusedmoe"]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert {(r["backend"], r["regime"]) for r in rows} >= {("fusedmoe", "graph"), ("fusedmoe", "idle"), ("dense", "sustained")}
+    kept = {r["backend"]: r["kept_mb"] for r in rows if r["pass"] == "fwd+bwd"}
+    assert kept["recompute"] < kept["fusedmoe"] < kept["grouped_mm"] and all(r["ms"] > 0 for r in rows)

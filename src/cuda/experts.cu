@@ -10,6 +10,7 @@
 #include "products.cuh"
 
 static constexpr size_t kAlign = 4096; // rows of large buffers begin with a page of memory
+static constexpr size_t kSavedAlign = 256; // as the API asks of it: offsets do not depend on the address, so that a caller may move it
 
 // ---- Buffers: one walk gives sizes and pointers ----
 
@@ -105,14 +106,14 @@ fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, si
         return FAIL(FMOE_ERR_OVERFLOW, "T = %lld times k = %lld routed rows do not fit the CUDA backend's 2^31", (long long)T, (long long)p->d.k);
     const Layer l = make_layer(p, T, nullptr);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
-    fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = c;
+    fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = fmoe_carve_begin(nullptr, kSavedAlign);
     if (pass == FMOE_FORWARD) carve_forward(&c, l, true);
     else carve_backward(&c, l, recompute);
     carve_map(&s, l.R, l.rows, l.E);
     if (!recompute) take_rows(&s, l, l.HC);
     if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
     if (workspace) *workspace = fmoe_carve_bytes(&c);
-    *saved = fmoe_carve_bytes(&s);
+    *saved = s.used;
     return FMOE_OK;
 }
 
@@ -324,7 +325,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     if (l.T == 0) return FMOE_OK;
     const size_t size = fmoe_dtype_size(l.dtype);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
-    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kAlign);
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, !a->saved);
     if (!a->saved && decode_run(p, a, run, f.a, (float *)f.y)) return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
@@ -406,7 +407,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     const int add = run->flags & FMOE_ACCUMULATE ? 1 : 0;
     if (l.T == 0 && add) return FMOE_OK;
 
-    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kAlign);
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     const Backward b = carve_backward(&c, l, recompute);
     l.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = recompute ? b.h : take_rows(&s, l, l.HC);

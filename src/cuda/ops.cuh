@@ -9,7 +9,7 @@ struct DeviceScope {
     explicit DeviceScope(int device)
     {
         if (cudaGetDevice(&before) != cudaSuccess || before == device) before = -1;
-        else cudaSetDevice(device);
+        cudaSetDevice(device); // always: a thread that has called nothing yet has no context, and making tensor maps needs one
     }
     ~DeviceScope()
     {

@@ -107,7 +107,7 @@ def route(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose (fmoe_route_rule)."""
     rule = (score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero))
-    bias = None if select_bias is None else select_bias.detach().float()
+    bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(logits))
     return _Route.apply(logits, bias, k, rule, float(eps), float(scale))
 
 

@@ -55,10 +55,10 @@ def _plan(
 @cache
 def _saved_line(plan: int) -> tuple[int, int]:
     """c0, c1 with saved_bytes(T) <= c0 + c1 * T: a size that is right for symbolic T too."""
-    big, pages = 1 << 20, 1 << 16  # the CUDA backend rounds each of its buffers up to a page, wherever T puts their ends
+    big, slack = 1 << 20, 1 << 12  # the CUDA backend rounds each of its eight buffers up to 256 bytes, wherever T puts their ends
     rise = _core.saved_bytes(plan, 2 * big) - _core.saved_bytes(plan, big)
     c0 = max(_core.saved_bytes(plan, t) - rise * t // big for t in (*range(257), *range(big, big + 257)))
-    return c0 and c0 + pages, -(-rise // big)
+    return c0 and c0 + slack, -(-rise // big)
 
 
 def set_max_isa(name: str | None) -> None:

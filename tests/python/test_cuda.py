@@ -18,7 +18,7 @@ from fusedmoe.kernels import apply_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not V5, reason="needs a CUDA device and transformers v5")
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
-BOUND = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}  # relative L2, the worst gradient too
+BOUND = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # relative L2, the worst gradient of one token too
 HOPPER, ODD = (512, 256, 8, 2), (72, 20, 5, 3)  # H, I, E, k: wgmma and TMA; sizes only the general kernels take
 
 
@@ -70,11 +70,11 @@ def exact_experts(x, ids, p, w1, w2):
 @pytest.mark.parametrize("T", [1, 7, 300])
 def test_layer_against_the_specification(dtype, sizes, T):
     given = layer(T, *sizes, dtype)
-    for a, b in zip(results(*given), specification(*given), strict=True):
+    wanted = specification(*given)
+    for a, b in zip(results(*given), wanted, strict=True):
         assert rel(a, b.cuda()) < BOUND[dtype]
-    x, ids, p, w = given
     with torch.no_grad():  # inference: other kernels for few tokens
-        assert rel(fusedmoe.experts(x, ids, p, w), specification(*given)[0].cuda()) < BOUND[dtype]
+        assert rel(fusedmoe.experts(*given), wanted[0].cuda()) < BOUND[dtype]
 
 
 FORMS = {
@@ -397,6 +397,36 @@ def test_streams_do_not_disturb_one_another():
     torch.cuda.synchronize()
     for want, runs in zip(wanted, found, strict=True):
         assert all(torch.equal(a, b) for run in runs for a, b in zip(run, want, strict=True))
+
+
+def test_saved_state_may_move():
+    """Offloading hooks bring it back at another address."""
+    x, ids, p, w = layer(300, *HOPPER)
+    want = results(x, ids, p, w)
+    held = []  # keeps the old addresses taken
+
+    def pack(t):
+        held.append(torch.empty(512 * (len(held) + 1), dtype=torch.uint8, device="cuda"))
+        return t.clone()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        got = results(x, ids, p, w)
+    with torch.autograd.graph.save_on_cpu():
+        back = results(x, ids, p, w)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(want, got, back, strict=True))
+
+
+def test_a_thread_that_has_not_used_cuda():
+    from concurrent.futures import ThreadPoolExecutor
+
+    x, ids, p, w = (t.detach() if torch.is_tensor(t) else [u.detach() for u in t] for t in layer(4096, 1024, 512, 32, 4))
+    how = (ops.SWIGLU, 0, 0.0, 0.0)
+    line = ops.experts_saved(x.dtype, x.device, (1024, 512, 32), 4, *how)
+    out, saved = ops.experts_forward(x, ids, p, w, *how, line)
+    want = ops.experts_backward(x, ids, p, w, saved, x, *how, 15)
+    with ThreadPoolExecutor(1) as pool:  # backward begins with a tensor map, not with a launch
+        got = pool.submit(ops.experts_backward, x, ids, p, w, saved, x, *how, 15).result()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_training_follows_eager():

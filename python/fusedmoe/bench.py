@@ -74,17 +74,21 @@ def measure(
     logits = [torch.randn(T, E, generator=g).to(device).requires_grad_() for _ in range(DRAWS if T < GRAPH_BELOW else 1)]
     dout = torch.randn(T, H, generator=g).to(device, DTYPES[dtype])
 
-    def layer(name: str, draw: int = 0) -> torch.Tensor:
+    def routed(name: str, draw: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         if name in OURS:
-            ids, p = autograd.route(logits[draw], k, renormalize=True)
-        else:
-            p, ids = logits[draw].softmax(-1).topk(k)
-            p = (p / p.sum(-1, keepdim=True)).to(x.dtype)
+            return autograd.route(logits[draw], k, renormalize=True)
+        p, ids = logits[draw].softmax(-1).topk(k)
+        return ids, (p / p.sum(-1, keepdim=True)).to(x.dtype)
+
+    def experts(name: str, ids: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         if name == "recompute":
             found = layers.layer_of(module)
             return layers.run(module, found._replace(flags=found.flags | ops.RECOMPUTE), x, ids, p)
         module.config._experts_implementation = name
         return module(x, ids, p)
+
+    def layer(name: str, draw: int = 0) -> torch.Tensor:
+        return experts(name, *routed(name, draw))
 
     def step(name: str) -> None:
         module.zero_grad(set_to_none=True)
@@ -106,7 +110,7 @@ def measure(
         if not i and backward and name != "dense":
             module.zero_grad(set_to_none=True)
             peaks[name] = peak_megabytes(partial(step, name), device)
-            kept[name] = kept_megabytes(partial(layer, name), module.parameters())
+            kept[name] = kept_megabytes(partial(experts, name, *routed(name)), module.parameters())
     if device == "cuda":
         times = cuda_times(passes, implementations, T, H, I, k, DTYPES[dtype])
     threads = torch.get_num_threads()

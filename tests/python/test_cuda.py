@@ -159,7 +159,9 @@ def test_operators_are_what_torch_expects(sizes):
 
 def test_errors_are_no_worse_than_those_of_grouped_mm(capsys):
     from fusedmoe import bench
+    from fusedmoe.integrations.transformers import register
 
+    register()
     T, H, I, E, k = 4096, 2048, 768, 128, 8
     module = bench.build("qwen3_moe", H, I, E, torch.bfloat16, "cuda")
     x = torch.randn(T, H, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -363,6 +365,7 @@ def test_graphed_callable_of_a_training_step():
     module.forward = lambda x, p: fusedmoe.experts(x, ids, p, [module.w1, module.w2])
     want = module(x, p)
     wanted = torch.autograd.grad(want.float().square().sum(), (x, p, module.w1, module.w2))
+    want = want.detach()  # torch cannot capture while an older graph holds the parameters' nodes
     graphed = torch.cuda.make_graphed_callables(module, (x.detach().clone().requires_grad_(), p.detach().clone().requires_grad_()))
     got = graphed(x, p)
     assert torch.equal(got, want)
@@ -478,7 +481,7 @@ def test_frozen_weights_get_no_gradient():
 
 def test_errors():
     x, ids, p, w = layer(9, *HOPPER)
-    with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w.w1 is on device type 1"):
+    with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w1 is on device type 1"):
         fusedmoe.experts(x, ids, p, [w[0].detach().cpu(), w[1]])
     with pytest.raises(RuntimeError, match="FMOE_ERR_BACKEND.*device 99 was asked for"):
         ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 99), 1, 64, 64, 2, 1)

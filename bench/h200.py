@@ -94,7 +94,8 @@ def c_api(program: str, library: str) -> dict[str, Any]:
             rates[f"{case} {what} {regime.split()[-1]}"] = [float(ours), float(dense or 0)]
     decode = run([program, library, "decode", "q30", *map(str, DECODE)])
     return {
-        "rates": rates, "decode": {int(T): [float(us), float(ratio)] for T, us, ratio in re.findall(r"T (\d+): ([\d.]+) us.* ([\d.]+)x", decode)},
+        "rates": rates,
+        "decode": {int(T): [float(us), float(ratio)] for T, us, ratio in re.findall(r"T (\d+): ([\d.]+) us.* ([\d.]+)x", decode)},
         "memory": run([program, library, "memory", "q30:16384"]).splitlines(),
     }  # fmt: skip
 
@@ -131,8 +132,8 @@ class Report:
         names = ["fusedmoe", "grouped_mm", "dense", *(["C", "C dense"] if "c" in self.data else []), *self.data["others"]]
         lines = []
         for regime, words in (("sustained", "Sustained at the power limit"), ("idle", "From idle")):
-            lines += [f"{words}, TF/s, forward / forward + backward:", "", "| shape, T | " + " | ".join(names) + " | share, Python | share, C |",
-                      "|" + "---|" * (len(names) + 3)]  # fmt: skip
+            lines += [f"{words}, TF/s, forward / forward + backward:", ""]
+            lines += ["| shape, T | " + " | ".join(names) + " | share, Python | share, C |", "|" + "---|" * (len(names) + 3)]
             for case in LAYERS:
                 pair = {n: [self.rate(case, n, what, regime) for what in PASSES] for n in names}
                 cells = [" / ".join(f"{v:.0f}" if v else "-" for v in pair[n]) for n in names]
@@ -145,13 +146,14 @@ class Report:
 
     def memory(self) -> list[str]:
         """Kept and peak memory, MiB, weights and their gradients not counted."""
-        lines = ["| shape, T | " + " | ".join(f"{n}: kept / peak" for n in ("fusedmoe", "recompute", "grouped_mm")) + " |", "|---|---|---|---|"]
+        names = ("fusedmoe", "recompute", "grouped_mm")
+        lines = ["| shape, T | " + " | ".join(f"{n}: kept / peak" for n in names) + " |", "|---|---|---|---|"]
         for case in LAYERS:
             title, T, H, I, E, k = shape_of(case)
             gradients = E * 3 * H * I * 2
             given = 2 * T * H * 2 + T * E * 4  # x, dout, logits: there before the step
             cells = []
-            for name in ("fusedmoe", "recompute", "grouped_mm"):
+            for name in names:
                 r = self.rows.get((case, name, "fwd+bwd", "idle"))
                 cells.append(f"{r['kept_mb']:.0f} / {r['peak_mb'] + (given - gradients) / 2**20:.0f}" if r else "-")
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
@@ -178,18 +180,21 @@ class Report:
         import matplotlib.pyplot as plt
 
         figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained", width_ratios=(2.2, 1))
-        names = {"grouped_mm": ("transformers grouped_mm", "#b0b7c3"), "fusedmoe": ("fusedmoe", "#0a7d5a"), "dense": ("dense cuBLAS, same flops", "#e2b04a")}
-        for i, (name, (label, colour)) in enumerate(names.items()):
+        label = {"grouped_mm": "transformers grouped_mm", "batched_mm": "transformers batched_mm", "dense": "dense cuBLAS, same flops"}
+        colour = {"grouped_mm": "#7d8794", "batched_mm": "#b0b7c3", "fusedmoe": "#0a7d5a", "dense": "#e2b04a"}
+        for i, name in enumerate(("grouped_mm", "fusedmoe", "dense")):
             values = [self.rate(case, name, "fwd+bwd", "sustained") for case in LAYERS]
-            bars = left.bar([j + 0.27 * i for j in range(len(LAYERS))], values, 0.26, label=label, color=colour)
+            bars = left.bar([j + 0.27 * i for j in range(len(LAYERS))], values, 0.26, label=label.get(name, name), color=colour[name])
             left.bar_label(bars, fmt="%.0f", fontsize=7)
         left.set_xticks([j + 0.27 for j in range(len(LAYERS))], [shape_of(c)[0].replace(", ", "\nT=") for c in LAYERS], fontsize=8)
         left.set_ylabel("TF/s, forward + backward, sustained")
-        for name, label, colour in (("batched_mm", "transformers batched_mm", "#b0b7c3"), ("grouped_mm", "transformers grouped_mm", "#7d8794"),
-                                    ("fusedmoe", "fusedmoe", "#0a7d5a")):  # fmt: skip
-            found = [(T, self.rows[f"q30:{T}", name, "fwd", "graph"]["ms"] * 1e3) for T in DECODE if (f"q30:{T}", name, "fwd", "graph") in self.rows]
-            right.plot(*zip(*found, strict=True), marker="o", label=label, color=colour) if found else None
-        right.plot(DECODE, [self.data["weights"][str(T)] / self.data["bandwidth"] * 1e6 for T in DECODE], "--", color="#e2b04a", label="reading the weights once")
+        for name in ("batched_mm", "grouped_mm", "fusedmoe"):
+            found = [(T, self.rows.get((f"q30:{T}", name, "fwd", "graph"))) for T in DECODE]
+            points = [(T, r["ms"] * 1e3) for T, r in found if r]
+            if points:
+                right.plot(*zip(*points, strict=True), marker="o", label=label.get(name, name), color=colour[name])
+        floor = [self.data["weights"][str(T)] / self.data["bandwidth"] * 1e6 for T in DECODE]
+        right.plot(DECODE, floor, "--", color=colour["dense"], label="reading the weights once")
         right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a layer, in a CUDA graph")
         right.set_xticks(DECODE, map(str, DECODE))
         for axis in (left, right):
@@ -213,8 +218,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     hf.register()
     data: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__, "cuda": torch.version.cuda,
-        "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(), "python": [], "others": {},
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "cuda": torch.version.cuda, "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(), "python": [], "others": {},
         "weights": {str(T): weight_bytes(f"q30:{T}") for T in DECODE},
     }  # fmt: skip
     for T in DECODE:

@@ -102,7 +102,8 @@ def _operators(device, dtype):
     sizes = [30, 0, 55, 5, 10, 20]
     for score in (ops.SOFTMAX, ops.TOPK_SOFTMAX, ops.SIGMOID, ops.SQRT_SOFTPLUS):
         yield f"route {score}", lambda t, s=score: fusedmoe.route(t, k, score=s, renormalize=True, scale=2.0)[1], [leaf(T, E)]
-    yield "grouped route", lambda t: fusedmoe.route(t, k, score=2, groups=3, topk_groups=2, select_bias=torch.zeros(E, device=device))[1], [leaf(T, E)]
+    bias = torch.randn(E, generator=g).to(device)
+    yield "groups", lambda t: fusedmoe.route(t, k, score=ops.SIGMOID, groups=3, topk_groups=2, select_bias=bias)[1], [leaf(T, E)]
     yield "permute", lambda x: fusedmoe.permute(x, ids, E)[0], [leaf(T, H)]
     row_map = fusedmoe.permute(torch.zeros(T, H, device=device, dtype=dtype), ids, E)[1]
     yield "unpermute", lambda y, p: fusedmoe.unpermute(y, row_map, p), [leaf(T * k, H), leaf(T, k)]

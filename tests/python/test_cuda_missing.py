@@ -76,5 +76,6 @@ def test_fake_tensors_keep_device_and_shape():
         found += [*ops.route(r(T, E, dtype=torch.float32), [], k, (0,) * 6, 0.0, 1.0), *ops.permute(x, ids, E, 0)]
         found += [ops.grouped_matmul(x, r(E, H, I), [], r(E, dtype=torch.int64), 0), ops.activation(r(T, 2 * I), *how)]
     assert all(t.device.type == "cuda" for t in found)
-    shapes = [(T, H), (100 + 10 * T,), (T, H), (T, H), (T, k), (E, 2 * I, H), (E, H, I), (T, k), (T, k), (T * k, H), (T * k,), (E,), (T, I), (T, I)]
+    shapes = [(T, H), (100 + 10 * T,), (T, H), (T, H), (T, k), (E, 2 * I, H), (E, H, I), (T, k), (T, k), (T * k, H), (T * k,), (E,)]
+    shapes += [(T, I), (T, I)]
     assert [tuple(t.shape) for t in found] == shapes

@@ -197,8 +197,9 @@ class Report:
         right.plot(DECODE, floor, "--", color=colour["dense"], label="reading the weights once")
         right.set(xscale="log", yscale="log", xlabel="tokens", ylabel="microseconds a layer, in a CUDA graph")
         right.set_xticks(DECODE, map(str, DECODE))
-        for axis in (left, right):
-            axis.legend(fontsize=8, frameon=False)
+        left.set_ylim(top=1.15 * left.get_ylim()[1])
+        for axis, columns in ((left, 3), (right, 1)):
+            axis.legend(fontsize=8, frameon=False, ncols=columns, loc="upper left")
             axis.spines[["top", "right"]].set_visible(False)
         figure.suptitle(f"{self.data['device']}, bf16, routing included, {self.data['date']}")
         figure.savefig(path, dpi=130)
@@ -219,8 +220,8 @@ def main() -> int:
     hf.register()
     data: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "cuda": torch.version.cuda, "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(), "python": [], "others": {},
-        "weights": {str(T): weight_bytes(f"q30:{T}") for T in DECODE},
+        "cuda": torch.version.cuda, "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(),
+        "python": [], "others": {}, "weights": {str(T): weight_bytes(f"q30:{T}") for T in DECODE},
     }  # fmt: skip
     for T in DECODE:
         for name in ("fusedmoe", "batched_mm", "grouped_mm"):

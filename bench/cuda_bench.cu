@@ -10,7 +10,7 @@
 //   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
 //   cuda_bench LIBRARY memory SHAPE:T...     workspace and kept bytes
 //
-// Shapes: q30 olmoe q235 mixtral dsv3 (H, I, E, k as in the table below). FMOE_BENCH_CUBLAS names libcublas.so for the dense figures.
+// Shapes: q30 olmoe q235 mixtral dsv3, and tiny and odd for checkers (H, I, E, k as in the table below). FMOE_BENCH_CUBLAS names libcublas.so for the dense figures.
 // Normal random data. "From idle": median of 15 passes after 3, the card idle before. "Sustained": passes between 0.3 s and 1.5 s.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -38,7 +38,7 @@
 static const struct {
     const char *name;
     int64_t H, I, E, k;
-} shapes[] = {{"q30", 2048, 768, 128, 8}, {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8}, {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8}, {"tiny", 512, 256, 8, 2}};
+} shapes[] = {{"q30", 2048, 768, 128, 8}, {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8}, {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8}, {"tiny", 512, 256, 8, 2}, {"odd", 200, 76, 5, 3}};
 
 static cudaStream_t stream;
 

@@ -333,13 +333,14 @@ def test_graph_of_a_forward(T, warm):
             assert torch.equal(out, fusedmoe.experts(*other))
 
 
-def test_graph_of_forward_and_backward():
-    x, ids, p, w = layer(300, *HOPPER)
+@pytest.mark.parametrize("flags", [0, ops.LIST, ops.RECOMPUTE])
+def test_graph_of_forward_and_backward(flags):
+    x, ids, p, w = layer(300, *HOPPER, flags=flags)
     dout = torch.randn_like(x)
     leaves = (x, p, *w)
 
     def work():
-        out = fusedmoe.experts(x, ids, p, w)
+        out = fusedmoe.experts(x, ids, p, w, ops.SWIGLU, flags)
         return (out, *torch.autograd.grad(out, leaves, dout))
 
     side = torch.cuda.Stream()
@@ -351,7 +352,7 @@ def test_graph_of_forward_and_backward():
     with torch.cuda.graph(graph):
         held = work()
     for seed in (1, 2):
-        other = layer(300, *HOPPER, seed=seed)
+        other = layer(300, *HOPPER, seed=seed, flags=flags)
         with torch.no_grad():
             for old, new in zip((x, ids, p, *w), (*other[:3], *other[3]), strict=True):
                 old.copy_(new)

@@ -51,12 +51,12 @@ def dense_passes(T: int, H: int, I: int, k: int, dtype: torch.dtype) -> dict[str
 
 
 def milliseconds(run: Callable[[], Any], regime: str = "idle") -> float:
-    """Median of a pass: of 15 after 3 from idle, or of those between 0.3 and 1.5 s of work without a pause."""
+    """Median of a pass: of 15 after 3 from idle, or of those between 0.3 and 1 s of work without a pause."""
     torch.cuda.synchronize()
     if regime == "idle":
         time.sleep(0.4)
     times: list[float] = []
-    while not times or (regime == "sustained" and sum(times) < 1500):
+    while not times or (regime == "sustained" and sum(times) < 1000):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(19)]
         events[0].record()
         for event in events[1:]:

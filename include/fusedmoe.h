@@ -407,9 +407,9 @@ FMOE_API fmoe_status fmoe_block_backward(fmoe_plan, const fmoe_block_args *, con
 
 /* ---- The machine ---------------------------------------------------------------------------------------- */
 
-/* CPU kernel levels, from low to high: "c", "avx2", "avx512", "avx512_bf16" on x86-64; "c", "neon", "neon_bf16" on
- * arm64. The level of new plans is the highest one the CPU and the operating system offer, capped by the environment
- * variable FMOE_MAX_ISA (read once) and by this call (NULL: no cap). An unknown name is FMOE_ERR_ARG. */
+/* CPU kernel levels, from low to high: "c", "avx2", "avx512", "avx512_bf16", "amx_bf16" on x86-64; "c", "neon",
+ * "neon_bf16" on arm64. The level of new plans is the highest one the CPU and the operating system offer, capped by the
+ * environment variable FMOE_MAX_ISA (read once) and by this call (NULL: no cap). An unknown name is FMOE_ERR_ARG. */
 FMOE_API fmoe_status fmoe_cpu_set_max_isa(const char *name);
 FMOE_API const char *fmoe_cpu_isa(void); /* the level a plan made now would get */
 

@@ -10,16 +10,13 @@
 
 /* From low to high; each contains the ones before it. From LEVEL_WIDE on, f32 panels are 64 columns wide, below 16. */
 #if defined(__x86_64__)
-enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVELS, LEVEL_WIDE = LEVEL_avx512 };
-#define BF16_KERNEL "gemm_bf16_avx512_bf16, 6x64 tiles"
-static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16"};
+enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVEL_amx_bf16, LEVELS, LEVEL_WIDE = LEVEL_avx512 };
+static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 #elif defined(__aarch64__)
 enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS, LEVEL_WIDE = LEVELS };
-#define BF16_KERNEL "gemm_bf16_neon_bf16, 6x16 tiles"
 static const char *const level_names[LEVELS] = {"c", "neon", "neon_bf16"};
 #else
 enum { LEVEL_c, LEVELS, LEVEL_WIDE = LEVELS };
-#define BF16_KERNEL "none"
 static const char *const level_names[LEVELS] = {"c"};
 #endif
 
@@ -47,6 +44,25 @@ static uint64_t os_state(void)
     return (uint64_t)hi << 32 | lo;
 }
 
+#ifdef FMOE_AMX_EMULATE
+static bool has_tiles(bool cpu, uint64_t state) { return (void)cpu, (void)state, true; }
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Tiles, 8 KiB of state, have to be asked for, once in a process: Linux keeps them from programs that do not, whose
+ * signal stacks may be too small. Palette 1 must have 8 tiles of 16 rows of 64 bytes. */
+static bool has_tiles(bool cpu, uint64_t state)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM of asm/prctl.h, new in Linux 5.16 */
+    const uint64_t tiles = 3u << 17;
+    unsigned a, b, c, d;
+    if (!cpu || (state & tiles) != tiles || !__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return false;
+    if (b >> 16 < 8 || (b & 0xffff) != 64 || (c & 0xffff) != 16) return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 static int detect_level(void)
 {
     unsigned a, b, c, d;
@@ -59,8 +75,9 @@ static int detect_level(void)
     if (!(b >> 5 & 1)) return LEVEL_c;
     const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
     if (!f || !dq || !bw || !vl || (state & zmm) != zmm) return LEVEL_avx2;
+    const bool amx = d >> 22 & 1 && d >> 24 & 1; /* bf16 products, tiles */
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
-    return LEVEL_avx512_bf16;
+    return has_tiles(amx, state) ? LEVEL_amx_bf16 : LEVEL_avx512_bf16;
 }
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
@@ -226,12 +243,13 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
     const bool products = p->d.op == FMOE_OP_GROUPED_MATMUL || p->d.op == FMOE_OP_EXPERTS;
     const char *how = !products                ? "elementwise in f32"
-                      : cpu->pairs             ? "products on bf16 pairs (" BF16_KERNEL ")"
+                      : cpu->pairs             ? "products on bf16 pairs, gemm_bf16_"
                       : p->d.dtype == FMOE_F32 ? "products in f32"
                                                : "products in f32, operands widened while packed (no bf16 unit used)";
     size_t used =
-        (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa,
-                         cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how);
+        (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s%s\n", dtypes[p->d.dtype], cpu->k.isa,
+                         cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how,
+                         products && cpu->pairs ? cpu->k.isa : "");
     if (env_warning[0])
         used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "%s\n", env_warning);
     return used;

@@ -38,9 +38,15 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
     p->a_step = packed_a ? strip * 4 : 4;
     p->a = check_alloc((size_t)(p->rows + 1) * sizeof *p->a);
     char *packed = packed_a ? check_guarded((size_t)panel_units(p->pairs, p->kc) * 4, 64) : NULL;
+    /* Equally far apart, the last one ending at a forbidden page: AMX reads such rows where they lie. */
+    const int64_t apart = !packed_a && check_below(2) ? (p->kc + check_below(40)) * unit : 0;
+    char *matrix =
+        apart && p->rows ? check_guarded((size_t)((p->rows - 1) * apart + p->kc * unit), (size_t)unit) : NULL;
     for (int64_t r = 0; r < p->rows; r++) {
         const int64_t n = r % FMOE_NB;
-        if (packed_a) {
+        if (matrix) {
+            p->a[r] = matrix + r * apart;
+        } else if (packed_a) {
             p->a[r] = packed + panel_at(p->pairs, strip, p->kc, 0, n) * unit;
         } else if (check_below(3) == 0 && r > 0) {
             p->a[r] = p->a[check_below(r)]; /* a row may be gathered twice */
@@ -74,9 +80,10 @@ static double b_value(const product *p, int64_t k, int64_t n)
 
 static void fill_product(product *p)
 {
+    const float scale = p->pairs && check_below(4) == 0 ? 0x1p-62f : 1; /* products on both sides of the denormals */
     for (int64_t r = 0; r < p->rows; r++)
         for (int64_t k = 0; k < p->kc; k++) {
-            const float v = (float)(2 * check_uniform() - 1);
+            const float v = scale * (float)(2 * check_uniform() - 1);
             if (p->pairs) *(uint16_t *)(void *)a_element(p, r, k) = fmoe_float_to_bf16(v);
             else *(float *)(void *)a_element(p, r, k) = v;
         }
@@ -84,11 +91,28 @@ static void fill_product(product *p)
         for (int64_t n = 0; n < FMOE_NB; n++) { ((uint16_t *)p->panel)[panel_at(true, 64, p->kc, p->kc, n)] = 0; }
     for (int64_t k = 0; k < p->kc; k++)
         for (int64_t n = 0; n < FMOE_NB; n++) {
-            const float v = (float)(2 * check_uniform() - 1);
+            const float v = scale * (float)(2 * check_uniform() - 1);
             const int64_t at = panel_at(p->pairs, check_table.nr, p->kc, k, n);
             if (p->pairs) ((uint16_t *)p->panel)[at] = fmoe_float_to_bf16(v);
             else ((float *)p->panel)[at] = v;
         }
+}
+
+/* On AMX (or its emulation) every bit is known: one element a row. */
+static void check_tile_order(const product *p, int first)
+{
+    for (int64_t r = 0; r < p->rows; r++) {
+        uint16_t a[FMOE_KC_PAIRS], b[FMOE_KC_PAIRS];
+        const int64_t n = check_below(FMOE_NB);
+        for (int64_t k = 0; k < p->kc; k++) {
+            a[k] = *(const uint16_t *)(const void *)a_element(p, r, k);
+            b[k] = ((const uint16_t *)p->panel)[panel_at(true, 64, p->kc, k, n)];
+        }
+        const float sum = check_amx_sum(p->kc, a, b), want = first ? sum : p->before[r * p->ldc + n] + sum;
+        if (memcmp(&want, &p->c[r * p->ldc + n], 4))
+            check_fail("c[%" PRId64 ",%" PRId64 "] is %a, by the manual's order %a", r, n, (double)p->c[r * p->ldc + n],
+                       (double)want);
+    }
 }
 
 void check_gemm(const check_kernel *k, int64_t index)
@@ -123,6 +147,7 @@ void check_gemm(const check_kernel *k, int64_t index)
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
     if (next.line > next.end) check_fail("%td lines were taken past the last", next.line - next.end);
+    if (p.pairs && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
         const int64_t r = check_below(p.rows);

@@ -206,6 +206,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     const int cores = fmoe_cpu_count(), most = cores > 64 ? cores : 64;
     cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
     cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
+    cpu->gather = cpu->pairs && cpu->k.pack_left_pairs;
     cpu->work_type = cpu->pairs ? FMOE_BF16 : FMOE_F32;
     p->priv = cpu;
     return FMOE_OK;
@@ -246,10 +247,9 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                       : cpu->pairs             ? "products on bf16 pairs, gemm_bf16_"
                       : p->d.dtype == FMOE_F32 ? "products in f32"
                                                : "products in f32, operands widened while packed (no bf16 unit used)";
-    size_t used =
-        (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s%s\n", dtypes[p->d.dtype], cpu->k.isa,
-                         cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how,
-                         products && cpu->pairs ? cpu->k.isa : "");
+    size_t used = (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s%s\n", dtypes[p->d.dtype], cpu->k.isa,
+                                   cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "",
+                                   how, products && cpu->pairs ? cpu->k.isa : "");
     if (env_warning[0])
         used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "%s\n", env_warning);
     return used;

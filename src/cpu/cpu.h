@@ -16,6 +16,7 @@ typedef struct fmoe_cpu_plan {
     fmoe_kernels k;
     int threads;
     bool pairs;    /* products in bf16 pairs: buffers between products are bf16; else they are f32 */
+    bool gather;   /* rows are gathered before a product instead of by pointers: AMX wants them equally far apart */
     int work_type; /* fmoe_dtype of those buffers */
 } fmoe_cpu_plan;
 
@@ -58,11 +59,14 @@ typedef struct fmoe_groups {
     int64_t *ends;  /* [E] scratch: running number of tasks of a product, in that order */
     int64_t *slot;  /* [T*k] row -> t*k+j; in each group ascending */
     int64_t *token; /* [T*k] row -> t */
+    void *gathered; /* [T*k, H] in the plan's dtype, where rows are gathered; NULL: they are not */
 } fmoe_groups;
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
 /* Validate ids and sort slots by expert, stable. Skipped slots get no row. Writes only into g. */
 fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids);
+/* Room for gathered rows, where the plan gathers. */
+void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots);
 /* From group sizes; sizes NULL: one group of all rows. off and order only. */
 fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int cumulative, int64_t rows);
 
@@ -96,6 +100,8 @@ typedef struct fmoe_rows {
 
 fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index);
 fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
+/* The rows of t by token: gathered now, until the next call, or by pointers. */
+fmoe_rows fmoe_rows_gathered(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_tensor *t);
 
 /* ---- scratch of one worker ---- */
 

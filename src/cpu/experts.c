@@ -102,7 +102,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
                              .cpu = fmoe_cpu(p),
                              .g = g,
                              .scratch = scratch,
-                             .a = fmoe_rows_of(args->x, g->token),
+                             .a = fmoe_rows_gathered(p, g, args->x),
                              .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)},
                              .n_w = whole ? 1 : 2,
                              .finish = up_finish,
@@ -127,6 +127,7 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
         return;
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
+    fmoe_gather_carve(&b->g, c, p, R);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p);
     b->a = fmoe_carve_take(c, elements, fmoe_dtype_size(cpu->work_type));

@@ -34,6 +34,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
         return;
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
+    fmoe_gather_carve(&b->g, c, p, R);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p);
     b->dh = fmoe_carve_take(c, R * p->h_cols, work);
@@ -190,7 +191,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                            .cpu = cpu,
                            .g = &b.g,
                            .scratch = b.scratch,
-                           .a = fmoe_rows_of(args->dout, b.g.token),
+                           .a = fmoe_rows_gathered(p, &b.g, args->dout),
                            .w = {fmoe_w2_stack(w)},
                            .n_w = 1,
                            .finish = dh_finish,

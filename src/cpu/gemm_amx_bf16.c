@@ -2,67 +2,68 @@
  *
  * gemm_amx_bf16.c - bf16 products on AMX tiles: 32 x 32 blocks of C in four tiles, two tiles of A and two of B a step.
  *
- * The panels of bf16 pairs are tiles of B as they lie. Rows of A are gathered, so they are first copied into tiles
- * (16 rows x 32 k, 1 KiB each, padded with zeros), 32 rows at a time. All tiles are full ones and k always goes in steps
- * of 32 from 0: a row's bits depend on K alone, not on its company. Up to 16 rows go as 16 x 64 blocks: there is no other
- * path for few rows, because the sums of vdpbf16ps differ, and loading tiles keeps up with memory by far.
+ * The panels of bf16 pairs are tiles of B as they lie, and so are rows of A that lie equally far apart: nothing is
+ * copied. (Copying gathered rows into tiles takes as long as multiplying them; experts gather once, before the
+ * product.) Other rows, and the end of a K that is no multiple of 32, are copied and padded with zeros.
  *
- * Tiles are configured on entry and released on return: the thread's tile state is left as the system likes it, and a
- * caller's own use of AMX is not disturbed. */
+ * k always goes in steps of 32 from 0, and rows do not touch one another: a row's bits depend on K alone. Few rows go
+ * through tiles too (16 x 64 blocks): the sums of vdpbf16ps differ, and loading tiles is faster than memory.
+ *
+ * Tiles are configured on entry and released on return, 0.1 us: nothing of them is left in the thread. */
 #include "cpu/amx.h"
 #include "cpu/kernels.h"
 #include "cpu/pack_avx512.h"
 #include "util.h"
 
-enum { A_BLOCK = 2, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
+enum { HALVES = 2, BLOCK_ROWS = HALVES * TILE_ROWS, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
 
-typedef struct a_tile {
+typedef struct tile {
     _Alignas(64) char bytes[TILE_BYTES];
-} a_tile;
+} tile;
 
-/* ---- A into tiles ---- */
+/* ---- A ---- */
 
-/* Rows in memory: up to 16 of them, k [k0, k0+nk). */
-static inline void copy_rows(char *tile, const void *const *a, int64_t rows, int64_t k0, int64_t nk)
+/* Up to 16 rows of A, k [k0, kc): pair p of row i at a[i] + p * a_step. Of the last pair of an odd kc only the first
+ * half counts. Rows that are missing stay as they are: no product reads them. */
+static void copy_tile(tile *to, const void *const *a, int64_t rows, int64_t a_step, int64_t k0, int64_t kc)
 {
-    const __mmask32 m = nk >= TILE_K ? 0xffffffffu : (1u << nk) - 1u;
-    for (int64_t i = 0; i < rows; i++)
-        _mm512_store_si512(tile + 64 * i, _mm512_maskz_loadu_epi16(m, (const uint16_t *)a[i] + k0));
-}
-
-/* Columns of a packed panel, k [k0, k0+nk): pair p of row i at a[i] + p * step. Neighbours in the panel are transposed in
- * registers. Of the last pair of an odd k only the first half counts. */
-static inline void copy_columns(char *tile, const void *const *a, int64_t rows, int64_t step, int64_t k0, int64_t nk)
-{
-    bool neighbours = rows == TILE_ROWS;
-    for (int64_t i = 1; i < rows && neighbours; i++) neighbours = (const char *)a[i] == (const char *)a[0] + 4 * i;
-    const int64_t at = k0 / 2 * step;
-    if (neighbours) {
-        __m512 r[16];
-#pragma GCC unroll 16
-        for (int p = 0; p < 16; p++) {
-            const __mmask32 halves = 2 * p + 2 <= nk ? 0xffffffffu : 2 * p + 1 == nk ? 0x55555555u : 0;
-            r[p] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(halves, (const char *)a[0] + at + p * step));
+    const int64_t nk = fmoe_min(TILE_K, kc - k0);
+    const __mmask32 m = nk == TILE_K ? 0xffffffffu : (1u << nk) - 1u;
+    for (int64_t i = 0; i < rows; i++) {
+        char *row = to->bytes + 64 * i;
+        const char *from = (const char *)a[i] + k0 / 2 * a_step;
+        if (a_step == 4) {
+            _mm512_store_si512(row, _mm512_maskz_loadu_epi16(m, from));
+            continue;
         }
-        transpose16(r);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) _mm512_store_ps(tile + 64 * i, r[i]);
-        return;
+        memset(row, 0, 64);
+        for (int64_t p = 0; 2 * p < nk; p++) memcpy(row + 4 * p, from + p * a_step, 2 * p + 1 == nk ? 2 : 4);
     }
-    memset(tile, 0, TILE_BYTES);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t p = 0; 2 * p < nk && p < 16; p++)
-            memcpy(tile + 64 * i + 4 * p, (const char *)a[i] + at + p * step, 2 * p + 1 == nk ? 2 : 4);
 }
 
-static void fill_tiles(a_tile *tiles, const void *const *a, int64_t rows, int64_t kc, int64_t a_step)
+/* Up to 32 rows, the upper and the lower 16 apart: their tiles' rows are `stride` apart, and `step` lies between one
+ * tile and the next. `copies` hold what is not read where it lies, at the least the incomplete last step. */
+typedef struct a_block {
+    const char *at[HALVES];
+    int64_t stride[HALVES], step[HALVES];
+    tile *copies; /* [HALVES][STEPS] */
+} a_block;
+
+static a_block a_block_of(const void *const *a, int64_t rows, int64_t kc, int64_t a_step, tile *copies)
 {
-    const int64_t steps = fmoe_ceil_div(kc, TILE_K);
-    for (int64_t s = 0; s < steps; s++) {
-        if (rows < TILE_ROWS) memset(&tiles[s], 0, TILE_BYTES);
-        if (a_step == 4) copy_rows(tiles[s].bytes, a, rows, s * TILE_K, kc - s * TILE_K);
-        else copy_columns(tiles[s].bytes, a, rows, a_step, s * TILE_K, kc - s * TILE_K);
+    a_block b = {.copies = copies};
+    for (int h = 0; h < HALVES && rows > 0; h++, a += TILE_ROWS, rows -= TILE_ROWS, copies += STEPS) {
+        const char *const *row = (const char *const *)a;
+        const int64_t n = fmoe_min(TILE_ROWS, rows), apart = n > 1 ? row[1] - row[0] : 64;
+        bool in_place = a_step == 4;
+        for (int64_t i = 2; in_place && i < n; i++) in_place = row[i] - row[i - 1] == apart;
+        b.at[h] = in_place ? row[0] : copies->bytes;
+        b.stride[h] = in_place ? apart : 64;
+        b.step[h] = in_place ? 64 : TILE_BYTES;
+        for (int64_t s = in_place ? kc / TILE_K : 0; s * TILE_K < kc; s++)
+            copy_tile(copies + s, a, n, a_step, s * TILE_K, kc);
     }
+    return b;
 }
 
 /* ---- blocks of C ---- */
@@ -73,32 +74,44 @@ typedef struct b_panel {
     int64_t steps, full_steps;
 } b_panel;
 
-static inline const uint32_t *b_step(const b_panel *b, int64_t s) { return s < b->full_steps ? b->full + s * B_STEP : b->last; }
-
-/* A share of the lines to fetch. */
+/* Lines of the next chunk, a few at each step. */
 static inline void fetch_some(fmoe_fetch *next, int64_t n)
 {
     for (; n > 0 && next->line < next->end; n--) _mm_prefetch(*next->line++, _MM_HINT_T1);
 }
 
-static void block_32x32(const a_tile *a, const b_panel *b, int64_t column, float *c, int64_t ldc, fmoe_fetch *next,
-                        int64_t fetches)
+static inline void zero_c(void)
 {
     tile_zero(0);
     tile_zero(1);
     tile_zero(2);
     tile_zero(3);
-    for (int64_t s = 0; s < b->steps; s++) {
-        const uint32_t *bs = b_step(b, s) + column;
-        tile_load(4, a[s].bytes, 64);
-        tile_load(6, bs, 4 * FMOE_NB);
-        tile_dot(0, 4, 6);
-        tile_load(7, bs + 16, 4 * FMOE_NB);
-        tile_dot(1, 4, 7);
-        tile_load(5, a[STEPS + s].bytes, 64);
-        tile_dot(2, 5, 6);
-        tile_dot(3, 5, 7);
+}
+
+static inline void step_32x32(const char *a0, int64_t s0, const char *a1, int64_t s1, const uint32_t *b)
+{
+    tile_load(4, a0, s0);
+    tile_load(6, b, 4 * FMOE_NB);
+    tile_dot(0, 4, 6);
+    tile_load(7, b + 16, 4 * FMOE_NB);
+    tile_dot(1, 4, 7);
+    tile_load(5, a1, s1);
+    tile_dot(2, 5, 6);
+    tile_dot(3, 5, 7);
+}
+
+static void block_32x32(const a_block *a, const b_panel *b, int64_t column, float *c, int64_t ldc, fmoe_fetch *next,
+                        int64_t fetches)
+{
+    zero_c();
+    for (int64_t s = 0; s < b->full_steps; s++) {
+        step_32x32(a->at[0] + s * a->step[0], a->stride[0], a->at[1] + s * a->step[1], a->stride[1],
+                   b->full + s * B_STEP + column);
         fetch_some(next, fetches);
+    }
+    if (b->full_steps < b->steps) {
+        const tile *last = a->copies + b->full_steps;
+        step_32x32(last->bytes, 64, last[STEPS].bytes, 64, b->last + column);
     }
     tile_store(0, c, 4 * ldc);
     tile_store(1, c + 16, 4 * ldc);
@@ -106,82 +119,115 @@ static void block_32x32(const a_tile *a, const b_panel *b, int64_t column, float
     tile_store(3, c + TILE_ROWS * ldc + 16, 4 * ldc);
 }
 
-static void block_16x64(const a_tile *a, const b_panel *b, float *c, int64_t ldc, fmoe_fetch *next, int64_t fetches)
+static inline void step_16x64(const char *a, int64_t stride, const uint32_t *b)
 {
-    tile_zero(0);
-    tile_zero(1);
-    tile_zero(2);
-    tile_zero(3);
-    for (int64_t s = 0; s < b->steps; s++) {
-        const uint32_t *bs = b_step(b, s);
-        tile_load(4, a[s].bytes, 64);
-        tile_load(5, bs, 4 * FMOE_NB);
-        tile_dot(0, 4, 5);
-        tile_load(6, bs + 16, 4 * FMOE_NB);
-        tile_dot(1, 4, 6);
-        tile_load(7, bs + 32, 4 * FMOE_NB);
-        tile_dot(2, 4, 7);
-        tile_load(5, bs + 48, 4 * FMOE_NB);
-        tile_dot(3, 4, 5);
+    tile_load(4, a, stride);
+    tile_load(5, b, 4 * FMOE_NB);
+    tile_dot(0, 4, 5);
+    tile_load(6, b + 16, 4 * FMOE_NB);
+    tile_dot(1, 4, 6);
+    tile_load(7, b + 32, 4 * FMOE_NB);
+    tile_dot(2, 4, 7);
+    tile_load(5, b + 48, 4 * FMOE_NB);
+    tile_dot(3, 4, 5);
+}
+
+static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ldc, fmoe_fetch *next, int64_t fetches)
+{
+    zero_c();
+    for (int64_t s = 0; s < b->full_steps; s++) {
+        step_16x64(a->at[0] + s * a->step[0], a->stride[0], b->full + s * B_STEP);
         fetch_some(next, 2 * fetches);
     }
+    if (b->full_steps < b->steps) step_16x64(a->copies[b->full_steps].bytes, 64, b->last);
     tile_store(0, c, 4 * ldc);
     tile_store(1, c + 16, 4 * ldc);
     tile_store(2, c + 32, 4 * ldc);
     tile_store(3, c + 48, 4 * ldc);
 }
 
-/* c[rows][64] = (first ? 0 : c) + sums. */
-static void add_sums(float *c, int64_t ldc, const float *sums, int64_t rows, int first)
+/* Tiles for a block of n rows: C in 0 to 3, A in 4 (and 5), B in the others. */
+static void shape_tiles(int64_t n)
+{
+    const uint8_t upper = (uint8_t)fmoe_min(n, TILE_ROWS), lower = (uint8_t)(n - upper);
+    if (lower) tile_configure((const uint8_t[8]){upper, upper, lower, lower, upper, lower, 16, 16});
+    else tile_configure((const uint8_t[8]){upper, upper, upper, upper, upper, 16, 16, 16});
+}
+
+static void add_sums(float *c, int64_t ldc, const float *sums, int64_t rows)
 {
     for (int64_t i = 0; i < rows; i++)
         for (int j = 0; j < FMOE_NB; j += 16) {
-            const __m512 sum = _mm512_load_ps(sums + i * FMOE_NB + j);
             float *to = c + i * ldc + j;
-            _mm512_storeu_ps(to, first ? sum : _mm512_add_ps(_mm512_loadu_ps(to), sum));
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_load_ps(sums + i * FMOE_NB + j)));
         }
 }
 
-void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                             int64_t ldc, int first, fmoe_fetch *next)
+void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                             float *c, int64_t ldc, int first, fmoe_fetch *next)
 {
-    a_tile tiles[A_BLOCK * STEPS];
+    tile copies[HALVES * STEPS];
     _Alignas(64) uint32_t last[B_STEP];
-    _Alignas(64) float sums[A_BLOCK * TILE_ROWS * FMOE_NB];
-    b_panel b = {.full = panel, .last = last, .steps = fmoe_ceil_div(kc, TILE_K), .full_steps = kc / TILE_K};
+    _Alignas(64) float sums[BLOCK_ROWS * FMOE_NB];
+    const b_panel b = {.full = panel, .last = last, .steps = fmoe_ceil_div(kc, TILE_K), .full_steps = kc / TILE_K};
     if (b.full_steps < b.steps) {
         const size_t bytes = (size_t)((kc + 1) / 2 - b.full_steps * TILE_K / 2) * FMOE_NB * 4;
         memcpy(last, b.full + b.full_steps * B_STEP, bytes);
         memset((char *)last + bytes, 0, sizeof last - bytes);
     }
-    const int64_t turns = 2 * b.steps * fmoe_ceil_div(rows, A_BLOCK * TILE_ROWS); /* steps of all blocks */
+    const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* how often lines are fetched */
     const int64_t fetches = turns ? fmoe_ceil_div(next->end - next->line, turns) : 0;
-    tile_configure();
-    while (rows > 0) {
-        const int64_t n = fmoe_min(rows, A_BLOCK * TILE_ROWS);
-        const bool direct = first && n % TILE_ROWS == 0; /* whole tiles go where they belong */
-        float *to = direct ? c : sums;
-        const int64_t ld = direct ? ldc : FMOE_NB;
-        fill_tiles(tiles, a, fmoe_min(n, TILE_ROWS), kc, a_step);
+    for (int64_t n, shape = 0; rows > 0; rows -= n, a += n, c += n * ldc) {
+        n = fmoe_min(rows, BLOCK_ROWS);
+        if (n != shape) shape_tiles(shape = n);
+        const a_block block = a_block_of(a, n, kc, a_step, copies);
+        float *to = first ? c : sums;
+        const int64_t ld = first ? ldc : FMOE_NB;
         if (n > TILE_ROWS) {
-            fill_tiles(tiles + STEPS, a + TILE_ROWS, n - TILE_ROWS, kc, a_step);
-            block_32x32(tiles, &b, 0, to, ld, next, fetches);
-            block_32x32(tiles, &b, 32, to + 32, ld, next, fetches);
+            block_32x32(&block, &b, 0, to, ld, next, fetches);
+            block_32x32(&block, &b, 32, to + 32, ld, next, fetches);
         } else {
-            block_16x64(tiles, &b, to, ld, next, fetches);
+            block_16x64(&block, &b, to, ld, next, fetches);
         }
-        if (!direct) add_sums(c, ldc, sums, n, first);
-        rows -= n;
-        a += n;
-        c += n * ldc;
+        if (!first) add_sums(c, ldc, sums, n);
     }
     tile_release();
+}
+
+/* 16 columns and 32 rows at a time: two rows make 16 units of 32 bits, and 16 such pairs are transposed in registers.
+ */
+void fmoe_pack_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *rows, int64_t n)
+{
+    const int64_t length = fmoe_ceil_div(kc, TILE_K) * TILE_K;
+    for (int64_t k0 = 0; k0 < kc; k0 += TILE_K)
+        for (int64_t j0 = 0; j0 < n; j0 += 16) {
+            const int64_t nj = fmoe_min(16, n - j0);
+            const __mmask16 m = first_n(nj);
+            __m512 r[16];
+#pragma GCC unroll 16
+            for (int p = 0; p < 16; p++) {
+                const int64_t k = k0 + 2 * p;
+                const __m256i zero = _mm256_setzero_si256();
+                const __m256i even = k < kc ? _mm256_maskz_loadu_epi16(m, (const uint16_t *)rows[k] + j0) : zero;
+                const __m256i odd = k + 1 < kc ? _mm256_maskz_loadu_epi16(m, (const uint16_t *)rows[k + 1] + j0) : zero;
+                r[p] = _mm512_castsi512_ps(
+                    _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
+            }
+            transpose16(r);
+            uint16_t *to = (uint16_t *)dst + j0 * length + k0;
+            if (nj == 16) {
+#pragma GCC unroll 16
+                for (int j = 0; j < 16; j++) _mm512_storeu_ps(to + j * length, r[j]);
+            } else {
+                for (int j = 0; j < nj; j++) _mm512_storeu_ps(to + j * length, r[j]);
+            }
+        }
 }
 
 /* Four chains of tile products, no loads. */
 double fmoe_peak_bf16_amx_bf16(int64_t rounds)
 {
-    tile_configure();
+    tile_configure((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
     for (int64_t r = 0; r < rounds; r++) {
         tile_dot(0, 4, 6);
         tile_dot(1, 4, 7);

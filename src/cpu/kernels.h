@@ -43,6 +43,9 @@ typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_
  * in k. */
 typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *const *pointers, int64_t n);
 
+/* n columns of kc rows of bf16, transposed: dst[j][k], each column ceil(kc/32)*32 long, padded with zeros. */
+typedef void fmoe_pack_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
+
 typedef void fmoe_load_fn(float *dst, const void *src, int64_t n);  /* bf16 or f16 -> f32 */
 typedef void fmoe_store_fn(void *dst, const float *src, int64_t n); /* f32 -> bf16 or f16, nearest even */
 

@@ -14,7 +14,7 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 {
     const fmoe_groups *g = job->g;
     const int64_t chunk = job->cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC,
-                  rows = fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e]));
+                  rows = fmoe_ceil_div(fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e])), 32) * 32;
     const int64_t fit = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(job->cpu, rows) * FMOE_NB;
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(fit, FMOE_ROW_BLOCK), fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
@@ -34,6 +34,36 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
                          : a->dtype == FMOE_F16  ? cpu->k.pack_rows_f16
                                                  : cpu->k.pack_rows_f32;
     pack(panel, kc, 0, pointers, n);
+}
+
+/* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
+ */
+static bool own_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_left_pairs; }
+
+static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
+{
+    return own_rows(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
+}
+
+/* Columns [column, column+m) of the left operand, and where each begins. */
+static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g, int64_t e,
+                      int64_t row, int64_t kc, int64_t column, int64_t m, const void **a)
+{
+    const int64_t panel_bytes = (int64_t)fmoe_panel_bytes(cpu, padded_rows(cpu, kc));
+    const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
+    const void **pointers = s->pointers + FMOE_ROW_BLOCK;
+    for (int64_t i = 0; i < m; i += FMOE_NB) {
+        const int64_t n = fmoe_min(FMOE_NB, m - i);
+        char *to = (char *)s->left + i / FMOE_NB * panel_bytes;
+        if (own_rows(cpu)) {
+            for (int64_t k = 0; k < kc; k++) pointers[k] = (const uint16_t *)fmoe_row(left, g, e, row + k) + column + i;
+            cpu->k.pack_left_pairs(to, kc, pointers, n);
+            for (int64_t j = 0; j < n; j++) a[i + j] = to + j * panel_bytes / FMOE_NB;
+        } else {
+            pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
+            for (int64_t j = 0; j < n; j++) a[i + j] = to + (j / unit * unit * kc + j % unit) * 4;
+        }
+    }
 }
 
 /* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
@@ -69,6 +99,8 @@ static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
     return *swapped ? (fmoe_view){.p = v.p, .N = v.K, .K = v.N, .sn = v.sk, .sk = v.sn} : v;
 }
 
+enum { STORE_ROWS = 128 }; /* of 64 f32 sums: 32 KiB */
+
 static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
@@ -79,29 +111,30 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
     const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0;
     const int64_t chunk = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC;
-    const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
+    const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const void *a[FMOE_ROW_BLOCK];
     fmoe_fetch nothing = {0};
-    const int64_t panel_bytes = (int64_t)fmoe_panel_bytes(cpu, fmoe_min(chunk, rows));
+    /* Sums that are complete after one chunk are stored while they are in L1. */
+    const int64_t block = rows > chunk ? m : STORE_ROWS;
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, v.K - k0);
-        for (int64_t r = 0; r < rows; r += chunk) {
-            const int64_t kc = fmoe_min(chunk, rows - r), padded = cpu->pairs ? kc + (kc & 1) : kc;
-            if (k0 == 0 || rows > chunk)
-                for (int64_t i = 0; i < m; i += FMOE_NB)
-                    pack_operand(cpu, s, left, g, e, row0 + r, kc, left_column + n0 + i, fmoe_min(FMOE_NB, m - i),
-                                 (char *)s->left + i / FMOE_NB * panel_bytes);
-            for (int64_t i = 0; i < m; i++) {
-                const int64_t within = i % FMOE_NB;
-                a[i] =
-                    (const char *)s->left + i / FMOE_NB * panel_bytes + (within / unit * unit * kc + within % unit) * 4;
-            }
-            pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
-            gemm(m, padded, a, unit * 4, s->panel, s->c, FMOE_NB, r == 0, &nothing);
-        }
         char *dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
-        store_block(&cpu->k, s->c, dst, m, n, v.sn, job->dw.dtype, job->accumulate);
+        for (int64_t r = 0; r < rows; r += chunk) {
+            const int64_t kc = fmoe_min(chunk, rows - r), padded = padded_rows(cpu, kc);
+            if (k0 == 0 || rows > chunk) pack_left(cpu, s, left, g, e, row0 + r, kc, left_column + n0, m, a);
+            pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
+            if (own_rows(cpu))
+                memset((char *)s->panel + fmoe_panel_bytes(cpu, kc), 0,
+                       fmoe_panel_bytes(cpu, padded) - fmoe_panel_bytes(cpu, kc));
+            for (int64_t i = 0; i < m; i += block) {
+                const int64_t mi = fmoe_min(block, m - i);
+                gemm(mi, padded, a + i, a_step, s->panel, s->c, FMOE_NB, r == 0, &nothing);
+                if (r + chunk >= rows)
+                    store_block(&cpu->k, s->c, dst + i * v.sn * (int64_t)fmoe_dtype_size(job->dw.dtype), mi, n, v.sn,
+                                job->dw.dtype, job->accumulate);
+            }
+        }
     }
 }
 

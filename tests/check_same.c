@@ -77,8 +77,8 @@ static void draw_threads(int64_t index)
     (void)index;
     check_layer one = draw_layer();
     layer_run(&one, 0, 0);
-    static const int32_t counts[] = {1, 2, 3, 5, 8};
-    for (int i = 0; i < 5 && !check_failed(); i++) {
+    static const int32_t counts[] = {1, 2, 3, 5, 8, 16};
+    for (int i = 0; i < 6 && !check_failed(); i++) {
         fmoe_desc d = one.d;
         d.threads = counts[i];
         check_layer many = layer_again(&one, &d);

@@ -80,12 +80,18 @@ fi
 
 # ---- sanitizers ----
 sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
-if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined; then
+# AMX in software here, so that its kernels are checked on every CPU with AVX512_BF16, and with sanitizers on all of them.
+if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined -DFMOE_AMX_EMULATE=ON; then
     bin=$build/asan/tests
     for name in ref ref_experts ref_route api values alloc threads; do
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick
+    if grep -q amx_bf16 "$log_folder/asan-check.log"; then
+        suite asan-check-amx "$build/asan/fusedmoe" check --seconds 20 --quick --seed 2 -f amx_bf16
+    else
+        skip asan-check-amx "the CPU has no AVX512_BF16, which the emulation of AMX computes with"
+    fi
     suite asan-big "$bin/test_big"
     # The example ends without freeing what the system takes back anyway.
     suite asan-example env ASAN_OPTIONS=detect_leaks=0 tests/falls.sh "$bin/train_layer"

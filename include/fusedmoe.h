@@ -188,7 +188,9 @@ typedef struct fmoe_desc {
     int64_t H, I, E, k; /* permute: H, E, k; route: E, k; activation: I; experts and block: all */
     int64_t K, N;       /* grouped matmul: columns of x and of y; E = number of groups. List form: 0, 0 */
     int64_t shared_I;   /* block: intermediate size of the shared expert; 0: none */
-    int32_t act;        /* fmoe_act */
+    int64_t rank1;      /* experts, block: rank of the adapters of W1 and of W2 (fmoe_weights); 0: none */
+    int64_t rank2;
+    int32_t act; /* fmoe_act */
     uint32_t flags;
     float act_alpha, act_limit; /* zero: 1.702 and 7 where the activation uses them */
     fmoe_route_rule route;
@@ -224,7 +226,7 @@ FMOE_API size_t fmoe_plan_describe(fmoe_plan plan, char *text, size_t n);
 
 /* fmoe_run.flags */
 enum {
-    FMOE_ACCUMULATE = 1, /* backward: dw1, dw2, db1, db2 (dw, dbias, dw_router) are added to, not overwritten */
+    FMOE_ACCUMULATE = 1, /* backward: every gradient in dw (dw, dbias, dw_router) is added to, not overwritten */
     FMOE_ADD_OUT = 2,    /* experts forward: out is added to */
     FMOE_ADD_DX = 4,     /* experts, block and grouped matmul backward: dx is added to */
     FMOE_REPLAY = 8      /* route forward: ids are an input (recorded routing); weights are computed for them */
@@ -341,15 +343,24 @@ FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_a
 
 /* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass
  * shape [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way
- * the weights do. */
+ * the weights do.
+ *
+ * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_b1[e] . lora_a1[e] is added to W1[e] and lora_b2[e] .
+ * lora_a2[e] to W2[e], without either sum being made: h = x . W1^T + (x . A1^T) . B1^T. A scale is the caller's, in
+ * either factor. Adapters are stacks beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists:
+ * gates, then ups). W is frozen where its gradient is NULL, and then costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
-    const fmoe_tensor *w1;   /* [E,2I,H] (ungated: [E,I,H]) */
-    const fmoe_tensor *b1;   /* [E,2I] */
-    const fmoe_tensor *w2;   /* [E,H,I] */
-    const fmoe_tensor *b2;   /* [E,H] */
-    const fmoe_tensor *gate; /* array of E: [I,H]; NULL when ungated.  The list form: w1, b1, w2, b2 are NULL then */
-    const fmoe_tensor *up;   /* array of E: [I,H] */
-    const fmoe_tensor *down; /* array of E: [H,I] */
+    const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
+    const fmoe_tensor *b1;      /* [E,2I] */
+    const fmoe_tensor *w2;      /* [E,H,I] */
+    const fmoe_tensor *b2;      /* [E,H] */
+    const fmoe_tensor *gate;    /* array of E: [I,H]; NULL when ungated.  The list form: w1, b1, w2, b2 are NULL then */
+    const fmoe_tensor *up;      /* array of E: [I,H] */
+    const fmoe_tensor *down;    /* array of E: [H,I] */
+    const fmoe_tensor *lora_a1; /* [E,rank1,H] */
+    const fmoe_tensor *lora_b1; /* [E,2I,rank1] (ungated: [E,I,rank1]) */
+    const fmoe_tensor *lora_a2; /* [E,rank2,I] */
+    const fmoe_tensor *lora_b2; /* [E,H,rank2] */
 } fmoe_weights;
 
 /* -- experts: the layer with ids and weights given. FMOE_OP_EXPERTS.

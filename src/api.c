@@ -296,42 +296,52 @@ RUN_CALL(activation, FMOE_OP_ACTIVATION, fmoe_activation_args, 0, 0)
 
 /* ---- experts ---- */
 
-/* The arguments of a set of weights or of their gradients; names: w1 b1 w2 b2 gate up down with a prefix. */
+/* The arguments of a set of weights or of their gradients, by name. */
 typedef struct weight_names {
-    const char *w1, *b1, *w2, *b2, *gate, *up, *down;
+    bool shared, grad;
+    const char *w1, *b1, *w2, *b2, *gate, *up, *down, *lora_a1, *lora_b1, *lora_a2, *lora_b2;
 } weight_names;
 
 static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
 
-static const weight_names experts_names = {"w1", "b1", "w2", "b2", "gate", "up", "down"};
-static const weight_names experts_grad_names = {"dw1", "db1", "dw2", "db2", "dgate", "dup", "ddown"};
-static const weight_names shared_names = {"shared w1",        "shared b1",      "shared w2",       "shared b2",
-                                          "shared gate list", "shared up list", "shared down list"};
-static const weight_names shared_grad_names = {"dshared w1",        "dshared b1",      "dshared w2",       "dshared b2",
-                                               "dshared gate list", "dshared up list", "dshared down list"};
+#define WEIGHT_NAMES(shared, grad, d)                                                                                  \
+    {                                                                                                                  \
+        shared, grad, d "w1", d "b1", d "w2", d "b2", d "gate", d "up", d "down", d "lora_a1", d "lora_b1",            \
+            d "lora_a2", d "lora_b2"                                                                                   \
+    }
 
-static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names,
-                       bool shared, bool grad)
+static const weight_names experts_names = WEIGHT_NAMES(false, false, "");
+static const weight_names experts_grad_names = WEIGHT_NAMES(false, true, "d");
+static const weight_names shared_names = WEIGHT_NAMES(true, false, "shared ");
+static const weight_names shared_grad_names = WEIGHT_NAMES(true, true, "dshared ");
+
+static int weight_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names)
 {
-    const bool list = is_list(w), bias = (p->d.flags & FMOE_BIAS) != 0;
+    const bool shared = names->shared, bias = (p->d.flags & FMOE_BIAS) != 0;
     const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC,
                        I = shared ? AXIS_SHARED_I : AXIS_I;
-    const int types = grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
-    const int need = grad ? ARG_OPTIONAL_OUT : ARG_IN;
+    const int types = names->grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
+    const int need = names->grad ? ARG_OPTIONAL_OUT : ARG_IN;
     const int64_t n_list = shared ? 1 : p->d.E;
     int n = 0;
-    if (list) {
+    if (is_list(w)) {
         if (p->gated || w->gate)
             args[n++] = (fmoe_arg){names->gate, w->gate, need, types, LAYOUT_MATRIX, {I, AXIS_H}, n_list};
         args[n++] = (fmoe_arg){names->up, w->up, need, types, LAYOUT_MATRIX, {I, AXIS_H}, n_list};
         args[n++] = (fmoe_arg){names->down, w->down, need, types, LAYOUT_MATRIX, {AXIS_H, I}, n_list};
-        return n;
+    } else {
+        args[n++] = (fmoe_arg){names->w1, w->w1, need, types, LAYOUT_MATRIX, {E, HC, AXIS_H}, 0};
+        args[n++] = (fmoe_arg){names->w2, w->w2, need, types, LAYOUT_MATRIX, {E, AXIS_H, I}, 0};
+        if (bias) args[n++] = (fmoe_arg){names->b1, w->b1, need, bias_types, LAYOUT_ROWS, {E, HC}, 0};
+        if (bias) args[n++] = (fmoe_arg){names->b2, w->b2, need, bias_types, LAYOUT_ROWS, {E, AXIS_H}, 0};
     }
-    args[n++] = (fmoe_arg){names->w1, w->w1, need, types, LAYOUT_MATRIX, {E, HC, AXIS_H}, 0};
-    args[n++] = (fmoe_arg){names->w2, w->w2, need, types, LAYOUT_MATRIX, {E, AXIS_H, I}, 0};
-    if (bias) {
-        args[n++] = (fmoe_arg){names->b1, w->b1, need, bias_types, LAYOUT_ROWS, {E, HC}, 0};
-        args[n++] = (fmoe_arg){names->b2, w->b2, need, bias_types, LAYOUT_ROWS, {E, AXIS_H}, 0};
+    if (p->d.rank1 && !shared) {
+        args[n++] = (fmoe_arg){names->lora_a1, w->lora_a1, need, types, LAYOUT_MATRIX, {E, AXIS_RANK1, AXIS_H}, 0};
+        args[n++] = (fmoe_arg){names->lora_b1, w->lora_b1, need, types, LAYOUT_MATRIX, {E, HC, AXIS_RANK1}, 0};
+    }
+    if (p->d.rank2 && !shared) {
+        args[n++] = (fmoe_arg){names->lora_a2, w->lora_a2, need, types, LAYOUT_MATRIX, {E, AXIS_RANK2, I}, 0};
+        args[n++] = (fmoe_arg){names->lora_b2, w->lora_b2, need, types, LAYOUT_MATRIX, {E, AXIS_H, AXIS_RANK2}, 0};
     }
     return n;
 }
@@ -351,6 +361,12 @@ static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w,
     if (!(p->d.flags & FMOE_BIAS) && (w->b1 || w->b2))
         return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_BIAS",
                          w->b1 ? names->b1 : names->b2);
+    if ((w->lora_a1 || w->lora_b1) && (!p->d.rank1 || names->shared))
+        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan has no adapter there: rank1 is %" PRId64,
+                         w->lora_a1 ? names->lora_a1 : names->lora_b1, names->shared ? 0 : p->d.rank1);
+    if ((w->lora_a2 || w->lora_b2) && (!p->d.rank2 || names->shared))
+        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan has no adapter there: rank2 is %" PRId64,
+                         w->lora_a2 ? names->lora_a2 : names->lora_b2, names->shared ? 0 : p->d.rank2);
     return FMOE_OK;
 }
 
@@ -371,13 +387,13 @@ static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
 {
     const bool back = c->pass == FMOE_BACKWARD;
     const int p_types = TYPE_PLAN | TYPE_WIDE;
-    fmoe_arg args[16];
+    fmoe_arg args[24];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
     args[n++] = (fmoe_arg){"x", a->x, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"ids", a->ids, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     args[n++] = (fmoe_arg){"weights", a->weights, ARG_IN, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
-    n += weight_args(args + n, c->p, &a->w, &experts_names, false, false);
+    n += weight_args(args + n, c->p, &a->w, &experts_names);
     if (!back) {
         args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
         return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
@@ -387,13 +403,13 @@ static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] =
         (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
-    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
+    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names);
     return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
 }
 
 static fmoe_status experts_run(call *c, const fmoe_experts_args *a)
 {
-    return c->p->backend->experts[c->pass](c->p, a, c->run);
+    return fmoe_experts_run(c->p, c->pass, a, c->run);
 }
 
 RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMULATE | FMOE_ADD_DX)
@@ -406,7 +422,7 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
                gate = (c->p->d.flags & FMOE_SHARED_GATE) != 0;
     const int wide = TYPE_PLAN | TYPE_WIDE;
     const int routed = back ? ARG_IN : ARG_OUT;
-    fmoe_arg args[32];
+    fmoe_arg args[40];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
     FMOE_TRY(check_weights(c->p, &a->shared, &shared_names));
@@ -414,8 +430,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
     args[n++] = (fmoe_arg){"w_router", a->w_router, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"b_router", a->b_router, ARG_OPTIONAL, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
     args[n++] = (fmoe_arg){"select_bias", a->select_bias, ARG_OPTIONAL, TYPE_WIDE, LAYOUT_COMPACT, {AXIS_E}, 0};
-    n += weight_args(args + n, c->p, &a->w, &experts_names, false, false);
-    if (shared) n += weight_args(args + n, c->p, &a->shared, &shared_names, true, false);
+    n += weight_args(args + n, c->p, &a->w, &experts_names);
+    if (shared) n += weight_args(args + n, c->p, &a->shared, &shared_names);
     if (gate)
         args[n++] = (fmoe_arg){"shared_gate", a->shared_gate, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"logits", a->logits, routed, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
@@ -432,8 +448,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dw_router", a->dw_router, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"db_router", a->db_router, ARG_OPTIONAL_OUT, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
-    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names, false, true);
-    if (shared) n += weight_args(args + n, c->p, &a->dshared, &shared_grad_names, true, true);
+    n += weight_args(args + n, c->p, &a->dw, &experts_grad_names);
+    if (shared) n += weight_args(args + n, c->p, &a->dshared, &shared_grad_names);
     if (gate)
         args[n++] =
             (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};

@@ -12,9 +12,11 @@
 #ifndef FMOE_BACKEND_H
 #define FMOE_BACKEND_H
 
+#include <stdbool.h>
+
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 1u /* changes with any struct in this file */
+#define FMOE_BACKEND_VERSION 2u /* changes with any struct in this file */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -41,6 +43,8 @@ typedef struct fmoe_backend {
     fmoe_status (*activation[2])(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
     fmoe_status (*experts[2])(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
     /* block has no entry: block.c composes it from the above, on every backend. */
+
+    bool lora; /* experts takes adapters (rank1, rank2); else lora.c composes it from the others */
 } fmoe_backend;
 
 /* A plan inside the library. d is the caller's description with defaults filled in (device.type is never 0,
@@ -51,7 +55,7 @@ struct fmoe_plan_impl {
     void *priv;              /* the backend's */
     int gated;               /* h has 2I columns */
     int64_t h_cols;          /* 2I or I */
-    fmoe_plan_impl *part[6]; /* FMOE_OP_BLOCK: the plans it is composed of (block.c) */
+    fmoe_plan_impl *part[8]; /* the plans a block (block.c) or experts with adapters (lora.c) are composed of */
 };
 
 /* What a backend in a shared object of its own gets from the core. */

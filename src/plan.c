@@ -135,6 +135,13 @@ static fmoe_status check_rule(const fmoe_desc *d)
     return FMOE_OK;
 }
 
+static fmoe_status check_rank(const char *name, int64_t rank, int64_t E, int64_t width)
+{
+    if (rank == 0) return FMOE_OK;
+    FMOE_TRY(need_size(name, rank));
+    return need_product("an adapter", E, rank, width);
+}
+
 static bool act_known(int32_t act)
 {
     return (act >= FMOE_ACT_SWIGLU && act <= FMOE_ACT_SWIGLU_CLAMP_OUT) ||
@@ -182,6 +189,8 @@ static fmoe_status check_desc(const fmoe_desc *d)
         FMOE_TRY(need_size("E", d->E));
         FMOE_TRY(need_size("k", d->k));
         FMOE_TRY(need_product("E*2I*H", d->E, 2 * d->I, d->H));
+        FMOE_TRY(check_rank("rank1", d->rank1, d->E, fmoe_max(2 * d->I, d->H)));
+        FMOE_TRY(check_rank("rank2", d->rank2, d->E, fmoe_max(d->I, d->H)));
         if (d->op == FMOE_OP_EXPERTS) return FMOE_OK;
         if (d->shared_I != 0) FMOE_TRY(need_size("shared_I", d->shared_I));
         FMOE_TRY(need_product("2*shared_I*H", 2, d->shared_I, d->H));
@@ -210,7 +219,9 @@ fmoe_status fmoe_plan_build(const fmoe_desc *desc, fmoe_plan_impl **plan)
     p->gated = d.act < FMOE_ACT_SILU;
     p->h_cols = p->gated ? 2 * d.I : d.I;
     p->backend = backend;
-    const fmoe_status status = d.op == FMOE_OP_BLOCK ? fmoe_block_build(p) : backend->plan_init(p);
+    const fmoe_status status = d.op == FMOE_OP_BLOCK   ? fmoe_block_build(p)
+                               : fmoe_lora_composed(p) ? fmoe_lora_build(p)
+                                                       : backend->plan_init(p);
     if (status != FMOE_OK) {
         free(p);
         return status;
@@ -223,7 +234,7 @@ void fmoe_plan_free(fmoe_plan_impl *p)
 {
     if (!p) return;
     for (int i = 0; i < PART_COUNT; i++) fmoe_plan_free(p->part[i]);
-    if (p->d.op != FMOE_OP_BLOCK) p->backend->plan_fini(p);
+    if (p->d.op != FMOE_OP_BLOCK && !fmoe_lora_composed(p)) p->backend->plan_fini(p);
     free(p);
 }
 
@@ -265,6 +276,7 @@ fmoe_status fmoe_plan_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, 
     if (T < 0 || T > ((int64_t)1 << 48))
         return fmoe_fail(FMOE_ERR_ARG, "T is %" PRId64 ", must be between 0 and 2^48", T);
     if (p->d.op == FMOE_OP_BLOCK) return fmoe_block_bytes(p, pass, T, workspace, saved);
+    if (fmoe_lora_composed(p)) return fmoe_lora_bytes(p, pass, T, workspace, saved);
     return p->backend->bytes(p, pass, T, workspace, saved);
 }
 
@@ -295,9 +307,11 @@ fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes)
 
 static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
-    static const char *const part_name[PART_COUNT] = {"router",      "route",        "experts",
-                                                      "shared gate", "shared route", "shared expert"};
-    if (p->d.op != FMOE_OP_BLOCK) return p->backend->describe(p, text, n);
+    static const char *const block_name[PART_COUNT] = {"router",      "route",        "experts",
+                                                       "shared gate", "shared route", "shared expert"};
+    const bool block = p->d.op == FMOE_OP_BLOCK;
+    if (!block && !fmoe_lora_composed(p)) return p->backend->describe(p, text, n);
+    const char *const *part_name = block ? block_name : fmoe_lora_part_names;
     size_t used = 0;
     for (int i = 0; i < PART_COUNT; i++) {
         if (!p->part[i]) continue;

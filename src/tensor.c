@@ -12,7 +12,8 @@
 
 static const char the_plan[] = "the plan";
 static const char *const axis_letter[AXIS_COUNT] = {
-    "?", "T", "R", "T*k", "H", "I", "h columns", "E", "k", "K", "N", "1", "shared h columns", "shared_I",
+    "?",        "T",     "R",     "T*k", "H", "I", "h columns", "E", "k", "K", "N", "1", "shared h columns",
+    "shared_I", "rank1", "rank2",
 };
 
 fmoe_checker fmoe_checker_begin(const fmoe_plan_impl *plan)
@@ -32,6 +33,8 @@ fmoe_checker fmoe_checker_begin(const fmoe_plan_impl *plan)
     c.size[AXIS_N] = d->N;
     c.size[AXIS_ONE] = 1;
     c.size[AXIS_SHARED_I] = d->shared_I;
+    c.size[AXIS_RANK1] = d->rank1;
+    c.size[AXIS_RANK2] = d->rank2;
     c.size[AXIS_SHARED_HC] = plan->gated ? 2 * d->shared_I : d->shared_I;
     return c;
 }

@@ -24,6 +24,8 @@ typedef enum fmoe_axis_id {
     AXIS_ONE,
     AXIS_SHARED_HC,
     AXIS_SHARED_I,
+    AXIS_RANK1,
+    AXIS_RANK2,
     AXIS_COUNT
 } fmoe_axis_id;
 

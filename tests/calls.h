@@ -55,7 +55,17 @@ typedef struct api_call {
     int64_t T; /* what the workspace is for: tokens or rows */
 } api_call;
 
-enum { N_T = 5, N_H = 6, N_I = 3, N_E = 4, N_K = 2, N_S = 2, N_R = N_T * N_K }; /* sizes of the calls */
+enum {
+    N_T = 5,
+    N_H = 6,
+    N_I = 3,
+    N_E = 4,
+    N_K = 2,
+    N_S = 2,
+    N_R = N_T * N_K,
+    N_RANK1 = 2,
+    N_RANK2 = 7
+}; /* sizes of the calls */
 
 static inline fmoe_status call_make(const api_call *c)
 {
@@ -216,6 +226,10 @@ static inline void call_experts(api_call *c)
         T_("b1", experts.w.b1, SLOT_IN, f, N_E, 2 * N_I);
         T_("b2", experts.w.b2, SLOT_IN, f, N_E, N_H);
     }
+    T_("lora_a1", experts.w.lora_a1, SLOT_IN, f, N_E, N_RANK1, N_H);
+    T_("lora_b1", experts.w.lora_b1, SLOT_IN, f, N_E, 2 * N_I, N_RANK1);
+    T_("lora_a2", experts.w.lora_a2, SLOT_IN, f, N_E, N_RANK2, N_I);
+    T_("lora_b2", experts.w.lora_b2, SLOT_IN, f, N_E, N_H, N_RANK2);
     call_saved(c, &a->saved, &a->saved_bytes);
     if (!back) {
         T_("out", experts.out, SLOT_OUT, f, N_T, N_H);
@@ -224,6 +238,10 @@ static inline void call_experts(api_call *c)
     T_("dout", experts.dout, SLOT_IN, f, N_T, N_H);
     T_("dx", experts.dx, SLOT_OUT | SLOT_OPTIONAL, f, N_T, N_H);
     T_("dweights", experts.dweights, SLOT_OUT | SLOT_OPTIONAL, FMOE_F32, N_T, N_K);
+    T_("dlora_a1", experts.dw.lora_a1, SLOT_OUT | SLOT_OPTIONAL, f, N_E, N_RANK1, N_H);
+    T_("dlora_b1", experts.dw.lora_b1, SLOT_OUT | SLOT_OPTIONAL, f, N_E, 2 * N_I, N_RANK1);
+    T_("dlora_a2", experts.dw.lora_a2, SLOT_OUT | SLOT_OPTIONAL, f, N_E, N_RANK2, N_I);
+    T_("dlora_b2", experts.dw.lora_b2, SLOT_OUT | SLOT_OPTIONAL, f, N_E, N_H, N_RANK2);
     if (c->kind == CALL_EXPERTS_LIST) {
         call_list(c, "dgate", &a->dw.gate, SLOT_OUT | SLOT_OPTIONAL, tensor_new(f, SHAPE(N_E, N_I, N_H)));
         call_list(c, "dup", &a->dw.up, SLOT_OUT | SLOT_OPTIONAL, tensor_new(f, SHAPE(N_E, N_I, N_H)));
@@ -288,6 +306,7 @@ static inline fmoe_desc call_desc(call_kind kind, int dtype)
     if (kind == CALL_GMM) d.K = N_I, d.N = N_H;
     if (kind == CALL_BLOCK) d.shared_I = N_S, d.flags = FMOE_SHARED_GATE;
     if (kind == CALL_EXPERTS) d.flags = FMOE_BIAS;
+    if (d.op == FMOE_OP_EXPERTS) d.rank1 = N_RANK1, d.rank2 = N_RANK2;
     return d;
 }
 

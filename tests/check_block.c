@@ -9,9 +9,9 @@ typedef struct block {
     int64_t T;
     bool gated, shared, gate, biased_router, aux;
     fmoe_tensor *x, *w_router, *b_router, *select_bias, *w1, *w2, *b1, *b2, *s1, *s2, *t1, *t2, *shared_gate, *dout,
-        *aux_dlogits; /* in */
+        *aux_dlogits, *a2, *lora_b2; /* in */
     fmoe_tensor *logits, *ids, *weights, *out, *dx, *dw_router, *db_router, *dw1, *dw2, *db1, *db2, *ds1, *ds2, *dt1,
-        *dt2, *dgate;
+        *dt2, *dgate, *da2, *dlora_b2;
     fmoe_block_args forward, backward;
 } block;
 
@@ -30,6 +30,7 @@ static fmoe_desc draw_desc(void)
     d.shared_I = check_below(3) ? check_size(100) : 0;
     d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_RECOMPUTE) | CHECK_PICK(0, FMOE_INTERLEAVED) |
                          (d.shared_I ? CHECK_PICK(0, FMOE_SHARED_GATE) : 0));
+    d.rank2 = CHECK_PICK(0, 3); /* adapters reach the experts: one is enough to see that */
     d.threads = (int32_t)CHECK_PICK(1, 2, 3);
     d.route.score = (int32_t)check_below(4);
     d.route.renormalize = (int32_t)check_below(2);
@@ -53,6 +54,10 @@ static void draw_inputs(block *b)
     b->w2 = check_fill(check_stack(dtype, E, H, I, check_below(2)), 2.5 / sqrt((double)I));
     b->b1 = check_fill(check_rows(dtype, E, C, 0), 1);
     b->b2 = check_fill(check_rows(dtype, E, H, 0), 1);
+    if (d->rank2) {
+        b->a2 = check_fill(check_stack(dtype, E, d->rank2, I, check_below(2)), 1 / sqrt((double)I));
+        b->lora_b2 = check_fill(check_stack(dtype, E, H, d->rank2, check_below(2)), 1);
+    }
     if (b->shared) {
         b->s1 = check_fill(check_stack(dtype, 1, SC, H, check_below(2)), 2.5 / sqrt((double)H));
         b->s2 = check_fill(check_stack(dtype, 1, H, S, check_below(2)), 2.5 / sqrt((double)S));
@@ -82,6 +87,10 @@ static void make_outputs(block *b)
     b->dw2 = check_stack(w, E, H, I, true);
     b->db1 = check_rows(w, E, C, 0);
     b->db2 = check_rows(w, E, H, 0);
+    if (d->rank2) {
+        b->da2 = check_stack(w, E, d->rank2, I, false);
+        b->dlora_b2 = check_stack(w, E, H, d->rank2, false);
+    }
     if (b->shared) {
         b->ds1 = check_stack(w, 1, SC, H, false);
         b->ds2 = check_stack(w, 1, H, S, false);
@@ -94,7 +103,7 @@ static void make_outputs(block *b)
                          .w_router = b->w_router,
                          .b_router = b->b_router,
                          .select_bias = b->select_bias,
-                         .w = {.w1 = b->w1, .w2 = b->w2},
+                         .w = {.w1 = b->w1, .w2 = b->w2, .lora_a2 = b->a2, .lora_b2 = b->lora_b2},
                          .shared_gate = b->shared_gate,
                          .logits = b->logits,
                          .ids = b->ids,
@@ -111,7 +120,7 @@ static void make_outputs(block *b)
     b->backward.dx = b->dx;
     b->backward.dw_router = b->dw_router;
     b->backward.db_router = b->db_router;
-    b->backward.dw = (fmoe_weights){.w1 = b->dw1, .w2 = b->dw2};
+    b->backward.dw = (fmoe_weights){.w1 = b->dw1, .w2 = b->dw2, .lora_a2 = b->da2, .lora_b2 = b->dlora_b2};
     if (bias) b->backward.dw.b1 = b->db1, b->backward.dw.b2 = b->db2;
     if (b->shared) b->backward.dshared = (fmoe_weights){.w1 = b->ds1, .w2 = b->ds2};
     if (bias && b->shared) b->backward.dshared.b1 = b->dt1, b->backward.dshared.b2 = b->dt2;
@@ -239,9 +248,9 @@ static void draw_block_parts(int64_t index)
     /* The f64 block on the same numbers, where it chooses the same experts (logits differ by their rounding only). */
     block ref = b;
     ref.d.dtype = FMOE_F64;
-    fmoe_tensor **all[] = {&ref.x,  &ref.w_router, &ref.b_router,    &ref.select_bias, &ref.w1,
-                           &ref.w2, &ref.b1,       &ref.b2,          &ref.s1,          &ref.s2,
-                           &ref.t1, &ref.t2,       &ref.shared_gate, &ref.dout,        &ref.aux_dlogits};
+    fmoe_tensor **all[] = {&ref.x,           &ref.w_router, &ref.b_router,    &ref.select_bias, &ref.w1,     &ref.w2,
+                           &ref.b1,          &ref.b2,       &ref.s1,          &ref.s2,          &ref.t1,     &ref.t2,
+                           &ref.shared_gate, &ref.dout,     &ref.aux_dlogits, &ref.a2,          &ref.lora_b2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) *all[i] = check_f64(*all[i]);
     make_outputs(&ref);
     run_block(&ref);
@@ -259,6 +268,8 @@ static void draw_block_parts(int64_t index)
     compare(&b, "db_router", b.db_router, ref.db_router, 4 * u);
     compare(&b, "dw1", b.dw1, ref.dw1, 4 * u);
     compare(&b, "dw2", b.dw2, ref.dw2, 4 * u);
+    compare(&b, "dlora_a2", b.da2, ref.da2, 4 * u);
+    compare(&b, "dlora_b2", b.dlora_b2, ref.dlora_b2, 4 * u);
     compare(&b, "dshared w1", b.ds1, ref.ds1, 4 * u);
     compare(&b, "dshared w2", b.ds2, ref.ds2, 4 * u);
     compare(&b, "dshared_gate", b.dgate, ref.dgate, 4 * u);

@@ -8,13 +8,28 @@
  * The values are checked against the f64 plan as well: three opinions. */
 #include "check_layer.h"
 
-const char *const layer_output_names[LAYER_OUTPUTS] = {"out", "dx", "dweights", "dw1", "dw2", "db1", "db2"};
+const char *const layer_output_names[LAYER_OUTPUTS] = {"out", "dx",       "dweights", "dw1",      "dw2",     "db1",
+                                                       "db2", "dlora_a1", "dlora_b1", "dlora_a2", "dlora_b2"};
+
+/* Rank, rows and columns of factor i of a1, b1, a2, b2. */
+static int64_t layer_rank(const check_layer *l, int i) { return i < 2 ? l->d.rank1 : l->d.rank2; }
+static int64_t lora_rows(const check_layer *l, int i) { return i == 1 ? l->C : i == 3 ? l->d.H : layer_rank(l, i); }
+static int64_t lora_cols(const check_layer *l, int i) { return i == 0 ? l->d.H : i == 2 ? l->d.I : layer_rank(l, i); }
+
+static fmoe_weights with_lora(const check_layer *l, fmoe_weights w, fmoe_tensor *const lora[4])
+{
+    if (l->d.rank1) w.lora_a1 = lora[0], w.lora_b1 = lora[1];
+    if (l->d.rank2) w.lora_a2 = lora[2], w.lora_b2 = lora[3];
+    return w;
+}
 
 void layer_outputs(const check_layer *l, const fmoe_tensor *out[LAYER_OUTPUTS])
 {
     const bool bias = l->d.flags & FMOE_BIAS;
     const fmoe_tensor *all[LAYER_OUTPUTS] = {
         l->out, l->dx, l->dp, l->dw1, l->dw2, bias ? l->db1 : NULL, bias ? l->db2 : NULL};
+    for (int i = 0; i < 4; i++)
+        if (layer_rank(l, i)) all[7 + i] = l->dlora[i];
     memcpy(out, all, sizeof all);
 }
 
@@ -41,6 +56,8 @@ static void make_outputs(check_layer *l)
     l->dw2 = check_stack(grad, E, H, I, turned);
     l->db1 = check_rows(grad, E, l->C, gap);
     l->db2 = check_rows(grad, E, H, gap);
+    for (int i = 0; i < 4; i++)
+        l->dlora[i] = check_stack(grad, E, lora_rows(l, i), lora_cols(l, i), l->layout >> i & 2);
     l->plan = check_plan(d);
 
     l->forward = (fmoe_experts_args){.size = sizeof l->forward, .x = l->x, .ids = l->ids, .weights = l->p};
@@ -57,6 +74,8 @@ static void make_outputs(check_layer *l)
     }
     if (l->list) l->forward.w = l->backward.w = as_list(l, l->w1, l->w2);
     if (l->grad_list) l->backward.dw = as_list(l, l->dw1, l->dw2);
+    l->forward.w = l->backward.w = with_lora(l, l->forward.w, l->lora);
+    l->backward.dw = with_lora(l, l->backward.dw, l->dlora);
     size_t bytes;
     CHECK_OK(fmoe_saved_bytes(l->plan, T, &bytes));
     void *saved = bytes ? check_guarded(bytes, 16) : NULL;
@@ -84,6 +103,11 @@ check_layer layer_make(const fmoe_desc *d, int64_t T, int layout)
     l.w2 = check_fill(check_stack(dtype, E, H, I, layout & LAYER_TRANSPOSED), 2.5 / sqrt((double)I));
     l.b1 = check_fill(check_rows(b_type, E, l.C, gap), 1);
     l.b2 = check_fill(check_rows(b_type, E, H, gap), 1);
+    for (int i = 0; i < 4; i++) {
+        const int64_t rows = lora_rows(&l, i), cols = lora_cols(&l, i);
+        l.lora[i] = check_stack(dtype, E, rows, cols, layout >> i & 1);
+        if (layer_rank(&l, i)) check_fill(l.lora[i], 2.5 / sqrt((double)cols));
+    }
     make_outputs(&l);
     return l;
 }
@@ -93,7 +117,8 @@ check_layer layer_again(const check_layer *l, const fmoe_desc *d)
     check_layer again = *l;
     again.d = *d;
     if (d->dtype == FMOE_F64 && l->d.dtype != FMOE_F64) {
-        fmoe_tensor **all[] = {&again.x, &again.dout, &again.p, &again.w1, &again.w2, &again.b1, &again.b2};
+        fmoe_tensor **all[] = {&again.x,  &again.dout,    &again.p,       &again.w1,      &again.w2,     &again.b1,
+                               &again.b2, &again.lora[0], &again.lora[1], &again.lora[2], &again.lora[3]};
         for (size_t i = 0; i < sizeof all / sizeof *all; i++) *all[i] = check_f64(*all[i]);
     }
     make_outputs(&again);
@@ -166,9 +191,10 @@ static void compare(const char *what, const fmoe_tensor *got, const bounded *wan
 
 typedef struct layer_bounds {
     const check_layer *l;
-    const double *x, *dout, *p, *w1, *w2, *b1, *b2;
-    bounded out, dx, dp, dw1, dw2, db1, db2;
+    const double *x, *dout, *p, *w1, *w2, *b1, *b2, *lora[4];
+    bounded out, dx, dp, dw1, dw2, db1, db2, dlora[4];
     bounded h, a, y, dA, dh, pa; /* of one row */
+    bounded l1, l2, pl2, m1, m2; /* of one row, between the factors of an adapter; pl2: of p * a */
 } layer_bounds;
 
 static void settle(bounded *b, int64_t n, double u) /* from sums to numbers with one error, stored with u */
@@ -186,6 +212,21 @@ static void clear(bounded *b)
     memset(b->m, 0, (size_t)b->n * 8);
 }
 
+/* to[i] += sum over j of v[j] * m[i, j], or m[j, i] when turned; ev: the errors of v, NULL: none. */
+static void through(bounded *to, const double *v, const double *ev, int64_t n, const double *m, bool turned)
+{
+    for (int64_t i = 0; i < to->n; i++)
+        for (int64_t j = 0; j < n; j++) plus(to, i, v[j], ev ? ev[j] : 0, turned ? m[j * to->n + i] : m[i * n + j], 0);
+}
+
+/* grad[i, j] += v[i] * w[j] */
+static void outer(bounded *grad, int64_t at, const double *v, const double *ev, int64_t n, const double *w,
+                  const double *ew, int64_t m)
+{
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < m; j++) plus(grad, at + i * m + j, v[i], ev ? ev[i] : 0, w[j], ew ? ew[j] : 0);
+}
+
 static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
 {
     const check_layer *l = b->l;
@@ -196,17 +237,26 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
     const double *x = b->x + t * H, *dout = b->dout + t * H, *w1 = b->w1 + e * C * H, *w2 = b->w2 + e * H * I;
     const fmoe_act_params act = {l->d.act, l->d.act_alpha == 0 ? 1.702f : l->d.act_alpha,
                                  l->d.act_limit == 0 ? 7 : l->d.act_limit};
-    bounded *all[] = {&b->h, &b->a, &b->y, &b->dA, &b->dh, &b->pa};
+    const int64_t r1 = l->d.rank1, r2 = l->d.rank2;
+    const double *a1 = b->lora[0] + e * r1 * H, *b1 = b->lora[1] + e * C * r1, *a2 = b->lora[2] + e * r2 * I,
+                 *b2 = b->lora[3] + e * H * r2;
+    bounded *all[] = {&b->h, &b->a, &b->y, &b->dA, &b->dh, &b->pa, &b->l1, &b->l2, &b->pl2, &b->m1, &b->m2};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) clear(all[i]);
 
     for (int64_t c = 0; c < C; c++) {
         for (int64_t n = 0; n < H; n++) plus(&b->h, c, x[n], 0, w1[c * H + n], 0);
         if (bias) plus(&b->h, c, 1, 0, b->b1[e * C + c], 0);
     }
-    settle(&b->h, H, us);
+    through(&b->l1, x, NULL, H, a1, false);
+    settle(&b->l1, H, us);
+    through(&b->h, b->l1.v, b->l1.e, r1, b1, false);
+    settle(&b->h, H + r1, us);
+    through(&b->m2, dout, NULL, H, b2, true);
+    settle(&b->m2, H, us);
     for (int64_t i = 0; i < I; i++)
         for (int64_t n = 0; n < H; n++) plus(&b->dA, i, dout[n], 0, w2[n * I + i], 0);
-    settle(&b->dA, H, 0);
+    through(&b->dA, b->m2.v, b->m2.e, r2, a2, true);
+    settle(&b->dA, H + r2, 0);
     bounded *dp = &b->dp;
     for (int64_t i = 0; i < I; i++) {
         const int64_t gc = l->gated && interleaved ? 2 * i : i, uc = !l->gated ? i : interleaved ? 2 * i + 1 : I + i;
@@ -223,12 +273,23 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
         plus(&b->dh, uc, pd, epd, v.du, check_act_bound(&act, g, u, eg, eu, 2));
     }
     settle(&b->dh, 2, us);
+    through(&b->l2, b->a.v, b->a.e, I, a2, false);
+    through(&b->pl2, b->pa.v, b->pa.e, I, a2, false);
+    through(&b->m1, b->dh.v, b->dh.e, C, b1, true);
+    settle(&b->l2, I, us), settle(&b->pl2, I, us), settle(&b->m1, C, us);
     for (int64_t n = 0; n < H; n++) {
         for (int64_t i = 0; i < I; i++) plus(&b->y, n, b->a.v[i], b->a.e[i], w2[n * I + i], 0);
         if (bias) plus(&b->y, n, 1, 0, b->b2[e * H + n], 0);
         if (bias) plus(dp, slot, dout[n], 0, b->b2[e * H + n], 0);
     }
-    settle(&b->y, I, 0);
+    through(&b->y, b->l2.v, b->l2.e, r2, b2, false);
+    settle(&b->y, I + r2, 0);
+    outer(&b->dlora[0], e * r1 * H, b->m1.v, b->m1.e, r1, x, NULL, H);
+    outer(&b->dlora[1], e * C * r1, b->dh.v, b->dh.e, C, b->l1.v, b->l1.e, r1);
+    outer(&b->dlora[2], e * r2 * I, b->m2.v, b->m2.e, r2, b->pa.v, b->pa.e, I);
+    outer(&b->dlora[3], e * H * r2, dout, NULL, H, b->pl2.v, b->pl2.e, r2);
+    for (int64_t i = 0; i < r1; i++)
+        for (int64_t n = 0; n < H; n++) plus(&b->dx, t * H + n, b->m1.v[i], b->m1.e[i], a1[i * H + n], 0);
     for (int64_t n = 0; n < H; n++) {
         plus(&b->out, t * H + n, p, 0, b->y.v[n], b->y.e[n]);
         plus(&b->db2, e * H + n, p, 0, dout[n], 0);
@@ -273,19 +334,21 @@ static int64_t draw_T(const fmoe_desc *d, int64_t index)
     return fmoe_min(T, fmoe_max(room, 1)); /* the double loops are slow */
 }
 
-static void draw_experts(int64_t index)
+static void check_experts(const fmoe_desc d, int64_t T)
 {
-    const fmoe_desc d = draw_desc(index);
-    const int64_t T = draw_T(&d, index);
     check_layer l = layer_make(&d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST)));
     const bool add_out = check_below(4) == 0, accumulate = check_below(3) == 0, add_dx = check_below(4) == 0;
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
+    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " rank=%" PRId64 ",%" PRId64
                " dtype=%d act=%d flags=%u layout=%d add=%d%d%d",
-               T, d.H, d.I, d.E, d.k, d.dtype, d.act, l.d.flags, l.layout, add_out, accumulate, add_dx);
+               T, d.H, d.I, d.E, d.k, d.rank1, d.rank2, d.dtype, d.act, l.d.flags, l.layout, add_out, accumulate,
+               add_dx);
     if (add_out) check_fill(l.out, 1);
     if (add_dx) check_fill(l.dx, 1);
     fmoe_tensor *grads[] = {l.dw1, l.dw2, l.db1, l.db2};
-    for (int i = 0; i < 4 && accumulate; i++) check_fill(grads[i], 1);
+    for (int i = 0; i < 4 && accumulate; i++) {
+        check_fill(grads[i], 1);
+        if (layer_rank(&l, i)) check_fill(l.dlora[i], 1);
+    }
 
     layer_bounds b = {.l = &l,
                       .x = doubles(l.x),
@@ -300,6 +363,12 @@ static void draw_experts(int64_t index)
     b.db1 = bounded_like(l.db1, accumulate), b.db2 = bounded_like(l.db2, accumulate);
     b.h = bounded_new(l.C), b.dh = bounded_new(l.C), b.y = bounded_new(d.H);
     b.a = bounded_new(d.I), b.dA = bounded_new(d.I), b.pa = bounded_new(d.I);
+    b.l1 = bounded_new(d.rank1), b.m1 = bounded_new(d.rank1);
+    b.l2 = bounded_new(d.rank2), b.pl2 = bounded_new(d.rank2), b.m2 = bounded_new(d.rank2);
+    for (int i = 0; i < 4; i++) {
+        b.lora[i] = doubles(l.lora[i]);
+        b.dlora[i] = bounded_like(l.dlora[i], accumulate);
+    }
     int64_t rows[9] = {0}, most = 1;
     for (int64_t t = 0; t < T; t++)
         for (int64_t j = 0; j < d.k; j++) {
@@ -310,14 +379,16 @@ static void draw_experts(int64_t index)
         }
     layer_run(&l, add_out ? FMOE_ADD_OUT : 0, (accumulate ? FMOE_ACCUMULATE : 0) | (add_dx ? FMOE_ADD_DX : 0));
     compare("out", l.out, &b.out, d.k + 1);
-    compare("dx", l.dx, &b.dx, d.k * l.C + 1);
-    compare("dweights", l.dp, &b.dp, d.I + d.H);
+    compare("dx", l.dx, &b.dx, d.k * (l.C + d.rank1) + 1);
+    compare("dweights", l.dp, &b.dp, d.I + d.H + d.rank2);
     compare("dw1", l.dw1, &b.dw1, most + 1);
     compare("dw2", l.dw2, &b.dw2, most + 1);
     if (l.d.flags & FMOE_BIAS) {
         compare("db1", l.db1, &b.db1, most + 1);
         compare("db2", l.db2, &b.db2, most + 1);
     }
+    for (int i = 0; i < 4; i++)
+        if (layer_rank(&l, i)) compare(layer_output_names[7 + i], l.dlora[i], &b.dlora[i], most + 1);
 
     /* The reference agrees with the double computation above, so that the two cannot share a mistake unseen. */
     if (add_out || accumulate || add_dx || check_failed()) return;
@@ -326,13 +397,28 @@ static void draw_experts(int64_t index)
     check_layer ref = layer_again(&l, &f64);
     layer_run(&ref, 0, 0);
     const fmoe_tensor *outputs[LAYER_OUTPUTS];
-    const bounded *mine[LAYER_OUTPUTS] = {&b.out, &b.dx, &b.dp, &b.dw1, &b.dw2, &b.db1, &b.db2};
+    const bounded *mine[LAYER_OUTPUTS] = {&b.out, &b.dx,       &b.dp,       &b.dw1,      &b.dw2,     &b.db1,
+                                          &b.db2, &b.dlora[0], &b.dlora[1], &b.dlora[2], &b.dlora[3]};
     layer_outputs(&ref, outputs);
     for (int o = 0; o < LAYER_OUTPUTS; o++)
         for (int64_t i = 0; outputs[o] && i < mine[o]->n && !check_failed(); i++)
             if (!(fabs(check_get(outputs[o], i) - mine[o]->v[i]) <= 1e-11 * (1 + mine[o]->m[i])))
                 check_fail("reference %s[%" PRId64 "] is %.15g, the check's own %.15g", layer_output_names[o], i,
                            check_get(outputs[o], i), mine[o]->v[i]);
+}
+
+static void draw_experts(int64_t index)
+{
+    const fmoe_desc d = draw_desc(index);
+    check_experts(d, draw_T(&d, index));
+}
+
+static void draw_lora(int64_t index)
+{
+    fmoe_desc d = draw_desc(index);
+    d.rank1 = CHECK_PICK(0, 1, 3, 16, 33, 64);
+    d.rank2 = d.rank1 ? CHECK_PICK(0, 1, 4, 16, 17, 64) : CHECK_PICK(1, 8, 64);
+    check_experts(d, draw_T(&d, index));
 }
 
 /* ---- relative errors of whole layers ---- */
@@ -376,7 +462,11 @@ static void error_f16(int64_t index) { error_case(FMOE_F16, index ? 256 : 1024, 
 static void error_f32_large(int64_t index) { error_case(FMOE_F32, index ? 4000 : 4096, 4096, 8, 2e-6, 2e-6); }
 
 const check_case check_layer_cases[] = {
-    {"experts", draw_experts, 36, 6, 0},          {"error_f32", error_f32, 1, 0, 1},
-    {"error_bf16", error_bf16, 1, 0, 1},          {"error_f16", error_f16, 1, 0, 1},
-    {"error_f32_4096", error_f32_large, 1, 0, 2}, {NULL, NULL, 0, 0, 0},
+    {"experts", draw_experts, 36, 6, 0},
+    {"lora", draw_lora, 24, 3, 0},
+    {"error_f32", error_f32, 1, 0, 1},
+    {"error_bf16", error_bf16, 1, 0, 1},
+    {"error_f16", error_f16, 1, 0, 1},
+    {"error_f32_4096", error_f32_large, 1, 0, 2},
+    {NULL, NULL, 0, 0, 0},
 };

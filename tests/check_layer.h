@@ -25,6 +25,7 @@ typedef struct check_layer {
     int layout;
     bool gated, list, grad_list; /* lists have no interleaving: gate and up are matrices of their own */
     fmoe_tensor *x, *ids, *p, *w1, *b1, *w2, *b2, *out, *dout, *dx, *dp, *dw1, *db1, *dw2, *db2;
+    fmoe_tensor *lora[4], *dlora[4]; /* a1, b1, a2, b2; empty where the plan has no rank */
     fmoe_experts_args forward, backward;
 } check_layer;
 
@@ -37,7 +38,7 @@ void layer_run(check_layer *l, uint32_t forward_flags, uint32_t backward_flags);
 /* The outputs of two layers, bit for bit. */
 void layer_equal(const char *what, const check_layer *a, const check_layer *b);
 /* All outputs in one list. */
-enum { LAYER_OUTPUTS = 7 };
+enum { LAYER_OUTPUTS = 11 };
 void layer_outputs(const check_layer *l, const fmoe_tensor *out[LAYER_OUTPUTS]);
 extern const char *const layer_output_names[LAYER_OUTPUTS];
 

@@ -16,6 +16,8 @@ static fmoe_desc draw_desc(void)
     d.H = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
     d.I = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
     d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) | CHECK_PICK(0, FMOE_SKIP_NEG1));
+    d.rank1 = CHECK_PICK(0, 0, 5, 16);
+    d.rank2 = CHECK_PICK(0, 0, 3, 65);
     d.threads = 1;
     return d;
 }

@@ -32,6 +32,7 @@ static fmoe_desc draw_desc(fuzz_input *in)
     d.route.excluded_zero = fuzz_byte(in) % 2;
     d.route.eps = fabs((double)fuzz_finite(in)), d.route.scale = (double)fuzz_float(in);
     d.threads = 1 + fuzz_byte(in) % 2;
+    if (fuzz_byte(in) > 200) d.rank1 = draw_size(in), d.rank2 = draw_size(in);
     return d;
 }
 
@@ -87,8 +88,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     run.workspace = fuzz_alloc(run.workspace_bytes);
     run.flags = fuzz_byte(&in) > 200 ? fuzz_byte(&in) : 0;
     fmoe_status got[2] = {FMOE_OK, FMOE_OK};
-    const fmoe_weights w = {
-        .w1 = t[3], .w2 = t[4], .b1 = d.flags & FMOE_BIAS ? t[5] : NULL, .b2 = d.flags & FMOE_BIAS ? t[6] : NULL};
+    const fmoe_weights w = {.w1 = t[3],
+                            .w2 = t[4],
+                            .b1 = d.flags & FMOE_BIAS ? t[5] : NULL,
+                            .b2 = d.flags & FMOE_BIAS ? t[6] : NULL,
+                            .lora_a1 = d.rank1 ? t[9] : NULL,
+                            .lora_b1 = d.rank1 ? t[10] : NULL};
     switch (d.op) {
     case FMOE_OP_ROUTE: {
         const fmoe_route_args a = {sizeof a, t[0], t[1], t[2], t[3], t[4], t[5], t[6]};

@@ -317,3 +317,85 @@ TEST(sizes_that_do_not_fit_are_refused)
     CHECK_STATUS(o.p.backend->bytes(&o.p, FMOE_FORWARD, INT64_C(1) << 50, &workspace, &saved), FMOE_ERR_OVERFLOW);
     CHECK_STATUS(o.p.backend->bytes(&o.p, FMOE_BACKWARD, INT64_C(1) << 40, &workspace, &saved), FMOE_ERR_OVERFLOW);
 }
+
+/* ---- adapters ---- */
+
+typedef struct adapters {
+    fmoe_tensor *t[4], *d[4]; /* a1, b1, a2, b2, and their gradients */
+} adapters;
+
+static layer make_adapted(int64_t T, int64_t rank1, int64_t rank2, int act, uint32_t flags, int layout, adapters *lora)
+{
+    const int64_t H = 3, I = 2, E = 3;
+    layer l = make_layer(T, H, I, E, 2, act, flags, layout);
+    l.o.p.d.rank1 = rank1;
+    l.o.p.d.rank2 = rank2;
+    settle(&l.o, T);
+    const int64_t shape[4][2] = {{rank1, H}, {l.o.p.h_cols, rank1}, {rank2, I}, {H, rank2}};
+    for (int i = 0; i < 4; i++) {
+        const bool turned = (layout & TRANSPOSED) != i % 2;
+        for (int grad = 0; grad < 2; grad++) {
+            fmoe_tensor *t = turned ? tensor_transposed(FMOE_F64, E, shape[i][0], shape[i][1])
+                                    : tensor_new(FMOE_F64, SHAPE(E, shape[i][0], shape[i][1]));
+            if (grad) lora->d[i] = tensor_fill(t, NaN);
+            else lora->t[i] = tensor_random(t, 1);
+        }
+    }
+    if (rank1) l.a.w.lora_a1 = lora->t[0], l.a.w.lora_b1 = lora->t[1];
+    if (rank2) l.a.w.lora_a2 = lora->t[2], l.a.w.lora_b2 = lora->t[3];
+    if (rank1) l.a.dw.lora_a1 = lora->d[0], l.a.dw.lora_b1 = lora->d[1];
+    if (rank2) l.a.dw.lora_a2 = lora->d[2], l.a.dw.lora_b2 = lora->d[3];
+    return l;
+}
+
+TEST(adapters_gradients)
+{
+    const uint32_t flags[] = {0, FMOE_BIAS, FMOE_INTERLEAVED, FMOE_RECOMPUTE | FMOE_SKIP_E};
+    const int layouts[] = {0, TRANSPOSED, LIST}, acts[] = {FMOE_ACT_SWIGLU, FMOE_ACT_RELU2};
+    const int64_t ranks[][2] = {{1, 2}, {4, 0}, {0, 3}};
+    for (int i = 0; i < 4 * 3 * 2 * 3; i++) {
+        const uint32_t f = flags[i % 4];
+        const int layout = layouts[i / 4 % 3], act = acts[i / 12 % 2];
+        const int64_t *rank = ranks[i / 24];
+        if ((layout & LIST) && (f & FMOE_BIAS)) continue;
+        adapters lora;
+        layer l = make_adapted(4, rank[0], rank[1], act, f, layout, &lora);
+        if (f & FMOE_SKIP_E) tensor_set(l.ids, 3, 3);
+        check_layer_gradients(&l);
+        for (int j = 0; j < 4; j++)
+            if (rank[j / 2]) CHECK_GRADIENT(&l.o, &l.a, 0, l.out, l.dout, lora.t[j], lora.d[j]);
+    }
+}
+
+/* W + B A without an adapter is the same layer: the same out, dx, dp and dW; and dB = dW A^T, dA = B^T dW. */
+TEST(adapters_are_the_merged_layer)
+{
+    adapters lora;
+    layer l = make_adapted(5, 2, 3, FMOE_ACT_SWIGLU, FMOE_INTERLEAVED | FMOE_BIAS, 0, &lora);
+    run_layer(&l);
+    layer merged = l;
+    merged.o.p.d.rank1 = merged.o.p.d.rank2 = 0;
+    settle(&merged.o, 5);
+    fmoe_tensor *w[2] = {tensor_new(FMOE_F64, SHAPE(3, 4, 3)), tensor_new(FMOE_F64, SHAPE(3, 3, 2))};
+    for (int i = 0; i < 2; i++) {
+        const fmoe_tensor *from = i ? l.w2 : l.w1, *A = lora.t[2 * i], *B = lora.t[2 * i + 1];
+        const int64_t N = w[i]->shape[1], K = w[i]->shape[2], R = A->shape[1];
+        for (int64_t j = 0; j < tensor_count(w[i]); j++) {
+            const int64_t e = j / (N * K), n = j / K % N, k = j % K;
+            double sum = tensor_get(from, j);
+            for (int64_t r = 0; r < R; r++) sum += tensor_get(B, (e * N + n) * R + r) * tensor_get(A, (e * R + r) * K + k);
+            tensor_set(w[i], j, sum);
+        }
+    }
+    merged.a.w = (fmoe_weights){.w1 = w[0], .w2 = w[1], .b1 = l.b1, .b2 = l.b2};
+    fmoe_tensor *out = tensor_new(FMOE_F64, SHAPE(5, 3)), *dx = tensor_new(FMOE_F64, SHAPE(5, 3)),
+                *dp = tensor_new(FMOE_F64, SHAPE(5, 2)), *dw1 = tensor_new(FMOE_F64, SHAPE(3, 4, 3)),
+                *dw2 = tensor_new(FMOE_F64, SHAPE(3, 3, 2));
+    merged.a.out = out, merged.a.dx = dx, merged.a.dweights = dp;
+    merged.a.dw = (fmoe_weights){.w1 = dw1, .w2 = dw2};
+    run_layer(&merged);
+    const fmoe_tensor *pairs[][2] = {{l.out, out}, {l.dx, dx}, {l.dp, dp}, {l.dw1, dw1}, {l.dw2, dw2}};
+    for (int i = 0; i < 5; i++)
+        for (int64_t j = 0; j < tensor_count(pairs[i][1]); j++)
+            CHECK(fabs(tensor_get(pairs[i][0], j) - tensor_get(pairs[i][1], j)) < 1e-12);
+}

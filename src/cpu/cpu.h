@@ -128,6 +128,13 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
 
 /* ---- the three products (gemm.c, outer.c) ---- */
 
+/* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
+ * over k, while the product is in registers. Stacks as the product's own. */
+typedef struct fmoe_low {
+    fmoe_rows l; /* [R, rank] */
+    fmoe_stack b[2];
+} fmoe_low;
+
 /* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns
  * of the first and the same 32 of the second (gate and up). */
 typedef struct fmoe_in_job {
@@ -138,6 +145,7 @@ typedef struct fmoe_in_job {
     fmoe_rows a;
     fmoe_stack w[2];
     int n_w;
+    fmoe_low low; /* b[0].t NULL: none */
     void (*finish)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
 } fmoe_in_job;
@@ -155,6 +163,7 @@ typedef struct fmoe_out_job {
     fmoe_rows a;
     fmoe_stack w[2];
     int n_w;
+    fmoe_low low;               /* b[0].t NULL: none; b[0] alone, whatever n_w is */
     const fmoe_tensor *weights; /* p[t*k+j]; NULL: 1 */
     const fmoe_tensor *bias;    /* [E,N] added before p; NULL: none */
     const fmoe_tensor *out;     /* [T,N] */
@@ -249,9 +258,13 @@ void fmoe_cpu_experts_forward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_car
 void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c);
 
 /* experts.c: shared by both passes. The first product with its activation: h (plan's dtype) and a (work type), either
- * may be NULL. */
+ * may be NULL; l1: room for [R, rank1]. */
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
-                     fmoe_scratch *scratch, void *h, void *a);
+                     fmoe_scratch *scratch, void *l1, void *h, void *a);
+/* Rows of A through one factor of an adapter, into l [R, rank] of the work type; swap: through its transpose. */
+fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
+                       const fmoe_tensor *factor, bool swap, void *l);
+fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap);
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
 fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
 bool fmoe_w1_whole(const fmoe_plan_impl *p,

@@ -34,7 +34,46 @@ fmoe_stack fmoe_w2_stack(const fmoe_weights *w)
     return (fmoe_stack){.t = t, .list = w->down != NULL, .dtype = t ? fmoe_tensor_dtype(t) : 0};
 }
 
-/* ---- up: h = x . W1^T + b1, a = act(h) ---- */
+/* ---- adapters ---- */
+
+fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap)
+{
+    return (fmoe_stack){.t = factor, .swap = swap, .dtype = factor ? fmoe_tensor_dtype(factor) : 0};
+}
+
+typedef struct through_ctx {
+    const fmoe_cpu_plan *cpu;
+    char *l;
+    int64_t rank;
+} through_ctx;
+
+static void through_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+{
+    (void)e;
+    const through_ctx *x = ctx;
+    const int64_t element = (int64_t)fmoe_dtype_size(x->cpu->work_type);
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB)
+        fmoe_store_row(&x->cpu->k, x->cpu->work_type, x->l + ((row + i) * x->rank + n0) * element, c, n);
+}
+
+fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
+                       const fmoe_tensor *factor, bool swap, void *l)
+{
+    through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1]};
+    const fmoe_in_job job = {.p = p,
+                             .cpu = fmoe_cpu(p),
+                             .g = g,
+                             .scratch = scratch,
+                             .a = a,
+                             .w = {fmoe_factor(factor, swap)},
+                             .n_w = 1,
+                             .finish = through_finish,
+                             .ctx = &ctx};
+    fmoe_multiply_in(&job);
+    return fmoe_rows_buffer(l, ctx.rank, fmoe_cpu(p)->work_type);
+}
+
+/* ---- up: h = x . W1^T + b1 (+ l1 . B1^T, l1 = x . A1^T), a = act(h) ---- */
 
 typedef struct up_ctx {
     const fmoe_plan_impl *p;
@@ -93,20 +132,29 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
 }
 
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
-                     fmoe_scratch *scratch, void *h, void *a)
+                     fmoe_scratch *scratch, void *l1, void *h, void *a)
 {
     const bool whole = fmoe_w1_whole(p, &args->w);
+    const fmoe_rows x = fmoe_rows_gathered(p, g, args->x);
     up_ctx ctx = {
         .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
-    const fmoe_in_job job = {.p = p,
-                             .cpu = fmoe_cpu(p),
-                             .g = g,
-                             .scratch = scratch,
-                             .a = fmoe_rows_gathered(p, g, args->x),
-                             .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)},
-                             .n_w = whole ? 1 : 2,
-                             .finish = up_finish,
-                             .ctx = &ctx};
+    fmoe_in_job job = {.p = p,
+                       .cpu = fmoe_cpu(p),
+                       .g = g,
+                       .scratch = scratch,
+                       .a = x,
+                       .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)},
+                       .n_w = whole ? 1 : 2,
+                       .finish = up_finish,
+                       .ctx = &ctx};
+    if (p->d.rank1) {
+        job.low.l = fmoe_through(p, g, scratch, x, args->w.lora_a1, false, l1);
+        for (int half = 0; half < job.n_w; half++) {
+            job.low.b[half] = fmoe_factor(args->w.lora_b1, false);
+            job.low.b[half].row = half * p->d.I;
+            job.low.b[half].rows = whole ? 0 : p->d.I;
+        }
+    }
     fmoe_multiply_in(&job);
 }
 
@@ -116,11 +164,13 @@ typedef struct forward_buffers {
     fmoe_groups g;
     fmoe_scratch *scratch;
     void *a;
+    void *l1, *l2; /* [R, rank1], [R, rank2] work type */
 } forward_buffers;
 
 static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, forward_buffers *b)
 {
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const size_t work = fmoe_dtype_size(cpu->work_type);
     int64_t R, elements;
     if (__builtin_mul_overflow(T, p->d.k, &R) || __builtin_mul_overflow(R, p->d.I, &elements)) {
         c->overflow = true;
@@ -130,7 +180,9 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
     fmoe_gather_carve(&b->g, c, p, R);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p);
-    b->a = fmoe_carve_take(c, elements, fmoe_dtype_size(cpu->work_type));
+    b->a = fmoe_carve_take(c, elements, work);
+    b->l1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
+    b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
 }
 
 fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
@@ -139,18 +191,22 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_forward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
-    fmoe_experts_up(p, args, &b.g, b.scratch, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
-    const fmoe_out_job down = {.p = p,
-                               .cpu = fmoe_cpu(p),
-                               .g = &b.g,
-                               .scratch = b.scratch,
-                               .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
-                               .w = {fmoe_w2_stack(&args->w)},
-                               .n_w = 1,
-                               .weights = args->weights,
-                               .bias = args->w.b2,
-                               .out = args->out,
-                               .add = (run->flags & FMOE_ADD_OUT) != 0};
+    fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
+    fmoe_out_job down = {.p = p,
+                         .cpu = fmoe_cpu(p),
+                         .g = &b.g,
+                         .scratch = b.scratch,
+                         .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
+                         .w = {fmoe_w2_stack(&args->w)},
+                         .n_w = 1,
+                         .weights = args->weights,
+                         .bias = args->w.b2,
+                         .out = args->out,
+                         .add = (run->flags & FMOE_ADD_OUT) != 0};
+    if (p->d.rank2) {
+        down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, b.l2);
+        down.low.b[0] = fmoe_factor(args->w.lora_b2, false);
+    }
     fmoe_multiply_out(&down);
     return FMOE_OK;
 }

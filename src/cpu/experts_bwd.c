@@ -9,6 +9,10 @@
  *   dx[t]  = sum over the rows of t of dh[r] . W1[e]
  *   dW2[e] = dout^T . pa,   dW1[e] = dh^T . x         over the rows of e
  *
+ * Adapters add a low-rank term to dA and to dx, whose rows m2 = dout . B2 and m1 = dh . B1 also make their gradients:
+ *
+ *   dB2[e] = dout^T . (pa . A2^T),   dA2[e] = m2^T . pa,   dB1[e] = dh^T . (x . A1^T),   dA1[e] = m1^T . x
+ *
  * What is not asked for is not computed. Columns of dh stand in the stored order of W1's rows, so interleaved weights
  * and their gradients need no shuffling. */
 #include "cpu/cpu.h"
@@ -20,6 +24,8 @@ typedef struct backward_buffers {
     void *pa;        /* [R, I] work type */
     float *dp_parts; /* [R, blocks of I] */
     void *h;         /* [R, 2I or I] plan's dtype, with FMOE_RECOMPUTE */
+    void *l1, *m1;   /* [R, rank1] work type */
+    void *l2, *m2;   /* [R, rank2] work type */
 } backward_buffers;
 
 static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
@@ -41,6 +47,10 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     b->pa = fmoe_carve_take(c, R * p->d.I, work);
     b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));
     b->h = p->d.flags & FMOE_RECOMPUTE ? fmoe_carve_take(c, R * p->h_cols, fmoe_dtype_size(p->d.dtype)) : NULL;
+    b->l1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
+    b->m1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
+    b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
+    b->m2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
 }
 
 void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
@@ -160,22 +170,48 @@ static void weight_gradient(const fmoe_plan_impl *p, const fmoe_experts_args *ar
 
 /* ---- the pass ---- */
 
+typedef struct backward_run {
+    const fmoe_plan_impl *p;
+    const backward_buffers *b;
+    bool accumulate;
+} backward_run;
+
+/* dW[e] = left^T . right over the rows of e, left from a column on; nothing where nobody asked for it. */
+static void outer(const backward_run *x, fmoe_rows left, int64_t column, fmoe_rows right, fmoe_stack dw)
+{
+    const fmoe_outer_job job = {.p = x->p,
+                                .cpu = fmoe_cpu(x->p),
+                                .g = &x->b->g,
+                                .scratch = x->b->scratch,
+                                .a = left,
+                                .b = right,
+                                .a_column = column,
+                                .dw = dw,
+                                .accumulate = x->accumulate};
+    if (dw.t) fmoe_multiply_outer(&job);
+}
+
 fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
 {
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     const fmoe_weights *w = &args->w, *dw = &args->dw;
-    const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0;
-    const bool need_dw1 = dw->w1 || dw->up || dw->gate, need_dw2 = dw->w2 || dw->down;
     backward_buffers b;
+    const backward_run x_run = {p, &b, (run->flags & FMOE_ACCUMULATE) != 0};
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_backward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
 
+    const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
+    const fmoe_rows dh = fmoe_rows_buffer(b.dh, p->h_cols, cpu->work_type);
+    const fmoe_rows pa = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type);
+    fmoe_rows m1 = {0}, m2 = {0};
+    const bool need_dw1 = dw->w1 || dw->up || dw->gate || dw->lora_a1 || dw->lora_b1;
+    const bool need_dw2 = dw->w2 || dw->down || dw->lora_a2 || dw->lora_b2;
     const bool need_dh = args->dx || need_dw1 || dw->b1;
     if (need_dh || need_dw2 || args->dweights) {
         const void *h = args->saved;
         if (b.h) {
-            fmoe_experts_up(p, args, &b.g, b.scratch, b.h, NULL);
+            fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, b.h, NULL);
             h = b.h;
         }
         dh_ctx ctx = {.p = p,
@@ -197,12 +233,14 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                            .finish = dh_finish,
                            .ctx = &ctx};
         job.w[0].swap = true; /* contract over H */
+        if (p->d.rank2) {
+            m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, b.m2);
+            job.low.b[0] = fmoe_factor(w->lora_a2, true);
+        }
         fmoe_multiply_in(&job);
     }
     if (args->dweights) weight_gradient(p, args, &b);
-
-    const fmoe_rows dh = fmoe_rows_buffer(b.dh, p->h_cols, cpu->work_type);
-    const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
+    if (p->d.rank1 && (args->dx || dw->lora_a1)) m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, b.m1);
     if (args->dx) {
         fmoe_out_job job = {.p = p,
                             .cpu = cpu,
@@ -211,38 +249,27 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                             .a = dh,
                             .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
                             .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
+                            .low = {m1, {fmoe_factor(w->lora_a1, true)}},
                             .out = args->dx,
                             .add = (run->flags & FMOE_ADD_DX) != 0};
         job.w[0].swap = job.w[1].swap = true;
         fmoe_multiply_out(&job);
     }
-    if (need_dw2) {
-        const fmoe_outer_job job = {.p = p,
-                                    .cpu = cpu,
-                                    .g = &b.g,
-                                    .scratch = b.scratch,
-                                    .a = dout,
-                                    .b = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type),
-                                    .dw = fmoe_w2_stack(dw),
-                                    .accumulate = accumulate};
-        fmoe_multiply_outer(&job);
+    outer(&x_run, dout, 0, pa, fmoe_w2_stack(dw));
+    outer(&x_run, dh, 0, x, fmoe_w1_stack(p, dw, 0));
+    if (!fmoe_w1_whole(p, dw)) outer(&x_run, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
+    outer(&x_run, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
+    outer(&x_run, m1, 0, x, fmoe_factor(dw->lora_a1, false));
+    if (dw->lora_b2) {
+        const fmoe_rows l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, b.l2); /* scaled by p, as pa is */
+        outer(&x_run, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
     }
-    if (need_dw1) {
-        const bool whole = fmoe_w1_whole(p, dw);
-        for (int half = 0; half < (whole ? 1 : 2); half++) {
-            const fmoe_outer_job job = {.p = p,
-                                        .cpu = cpu,
-                                        .g = &b.g,
-                                        .scratch = b.scratch,
-                                        .a = dh,
-                                        .b = x,
-                                        .a_column = half * p->d.I,
-                                        .dw = fmoe_w1_stack(p, dw, half),
-                                        .accumulate = accumulate};
-            if (job.dw.t) fmoe_multiply_outer(&job);
-        }
+    if (dw->lora_b1) {
+        const fmoe_rows l1 =
+            fmoe_through(p, &b.g, b.scratch, fmoe_rows_gathered(p, &b.g, args->x), w->lora_a1, false, b.l1);
+        outer(&x_run, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
     }
-    if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, accumulate);
-    if (dw->b2) fmoe_column_sums(p, &b.g, &dout, args->weights, dw->b2, false, accumulate);
+    if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, x_run.accumulate);
+    if (dw->b2) fmoe_column_sums(p, &b.g, &dout, args->weights, dw->b2, false, x_run.accumulate);
     return FMOE_OK;
 }

@@ -177,7 +177,7 @@ static int64_t in_columns(const fmoe_in_job *job, int64_t e) { return fmoe_stack
 /* What a task number stands for; *position moves along the order of groups with the claims, which only grow. */
 typedef struct in_task {
     int64_t e, row, rows;
-    columns w;
+    columns w, low;
 } in_task;
 
 static in_task in_task_of(const in_run *run, int64_t task, int64_t *position)
@@ -193,6 +193,10 @@ static in_task in_task_of(const in_run *run, int64_t task, int64_t *position)
     t.w = (columns){.n_v = job->n_w, .dtype = job->w[0].dtype, .n0 = index % blocks * width};
     for (int i = 0; i < job->n_w; i++) t.w.v[i] = fmoe_stack_at(&job->w[i], t.e);
     t.w.n = fmoe_min(width, t.w.v[0].N - t.w.n0);
+    if (job->low.b[0].t) {
+        t.low = t.w;
+        for (int i = 0; i < job->n_w; i++) t.low.v[i] = fmoe_stack_at(&job->low.b[i], t.e);
+    }
     return t;
 }
 
@@ -207,8 +211,12 @@ static void in_worker(void *arg, int worker)
     for (bool more = true; more;) { /* one task is claimed ahead, so that its weights can be fetched */
         more = fmoe_claim(&run->tasks, &task);
         const in_task next = more ? in_task_of(run, task, &position) : t;
+        const columns *after = more ? &next.w : NULL;
+        const bool low = job->low.b[0].t;
         for (int64_t i = 0; i < t.rows; i++) s->pointers[i] = fmoe_row(&job->a, job->g, t.e, t.row + i);
-        multiply(job->cpu, s, job->a.dtype, 0, t.rows, &t.w, true, more ? &next.w : NULL);
+        multiply(job->cpu, s, job->a.dtype, 0, t.rows, &t.w, true, low ? &t.low : after);
+        for (int64_t i = 0; low && i < t.rows; i++) s->pointers[i] = fmoe_row(&job->low.l, job->g, t.e, t.row + i);
+        if (low) multiply(job->cpu, s, job->low.l.dtype, 0, t.rows, &t.low, false, after);
         job->finish(job->ctx, t.e, t.row, t.rows, t.w.n0, t.w.n, s->c);
         t = next;
     }
@@ -255,9 +263,9 @@ static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t 
     return e;
 }
 
-static columns out_columns(const fmoe_out_job *job, int64_t e, int half, int64_t n0, int64_t n)
+static columns out_columns(const fmoe_stack *w, int64_t e, int64_t n0, int64_t n)
 {
-    return (columns){.v = {fmoe_stack_at(&job->w[half], e)}, .n_v = 1, .dtype = job->w[half].dtype, .n0 = n0, .n = n};
+    return (columns){.v = {fmoe_stack_at(w, e)}, .n_v = 1, .dtype = w->dtype, .n0 = n0, .n = n};
 }
 
 /* The rows [row, row+rows) of expert e, added to the sums of their tokens; `after` is what comes next, to be fetched.
@@ -269,14 +277,18 @@ static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_
     const fmoe_groups *g = job->g;
     int64_t column = 0;
     for (int64_t i = 0; i < rows; i++) s->pointers[i] = fmoe_row(&job->a, g, e, row + i);
+    const bool has_low = job->low.b[0].t;
+    const columns low = has_low ? out_columns(&job->low.b[0], e, n0, n) : (columns){0};
     for (int i = 0; i < job->n_w; i++) {
-        const columns w = out_columns(job, e, i, n0, n);
+        const columns w = out_columns(&job->w[i], e, n0, n);
         columns half;
         const bool last = i == job->n_w - 1;
-        if (!last) half = out_columns(job, e, i + 1, n0, n);
-        multiply(cpu, s, job->a.dtype, column, rows, &w, i == 0, last ? after : &half);
+        if (!last) half = out_columns(&job->w[i + 1], e, n0, n);
+        multiply(cpu, s, job->a.dtype, column, rows, &w, i == 0, !last ? &half : has_low ? &low : after);
         column += w.v[0].K;
     }
+    for (int64_t i = 0; has_low && i < rows; i++) s->pointers[i] = fmoe_row(&job->low.l, g, e, row + i);
+    if (has_low) multiply(cpu, s, job->low.l.dtype, 0, rows, &low, false, after);
     float bias[FMOE_NB];
     if (job->bias) {
         const int dtype = fmoe_tensor_dtype(job->bias);
@@ -313,7 +325,7 @@ static void out_worker(void *arg, int worker)
         for (int64_t e = next_expert(g, 0, t0, t1); e < g->E;) {
             const int64_t end = first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
             columns after;
-            if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
+            if (e_next < g->E) after = out_columns(&job->w[0], e_next, n0, n);
             for (int64_t row = first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
                 out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
             e = e_next;

@@ -12,6 +12,11 @@
  *   dW2[e]     = sum over the slots of e of p * g a^T          db2[e] = sum of p * g
  *   dW1[e]     = sum over the slots of e of dh x[t]^T          db1[e] = sum of dh
  *
+ * Low-rank adapters: W1[e] + B1[e] A1[e] in the place of W1[e] and W2[e] + B2[e] A2[e] in the place of W2[e], each
+ * applied factor by factor, and, with their rank-sized rows l1 = A1 x[t], l2 = A2 a, m2 = B2^T g, m1 = B1^T dh:
+ *
+ *   dB2[e] = sum of p * g l2^T    dA2[e] = sum of p * m2 a^T    dB1[e] = sum of dh l1^T    dA1[e] = sum of m1 x[t]^T
+ *
  * The biases are inside the expert, so the routing weight scales them too. A token that names an expert twice has two
  * slots, each with its own p: contributions add, and nothing special is done. A skipped slot has no row: it adds
  * nothing to any sum, and its dp is 0 without looking at its p, which may be NaN.
@@ -19,13 +24,15 @@
 #include "ref.h"
 
 typedef struct experts_scratch {
-    int64_t *start; /* [E+1] first row of each expert */
-    int64_t *map;   /* [R] slot -> row or -1 */
-    int64_t *slot;  /* [R] row -> slot */
-    double *h;      /* [h_cols] of one row */
-    double *sum;    /* [max(H, I)] one row of whatever is being summed */
-    double *v;      /* [I] */
-    double *a, *dh; /* backward: [R,I], [R,h_cols]; forward: one row */
+    int64_t *start;  /* [E+1] first row of each expert */
+    int64_t *map;    /* [R] slot -> row or -1 */
+    int64_t *slot;   /* [R] row -> slot */
+    double *h;       /* [h_cols] of one row */
+    double *sum;     /* [max(H, I)] one row of whatever is being summed */
+    double *v;       /* [I] */
+    double *a, *dh;  /* backward: [R,I], [R,h_cols]; forward: one row */
+    double *l1, *m1; /* [., rank1] and, below, [., rank2]: what passes between the factors of an adapter, as a and dh */
+    double *l2, *m2;
 } experts_scratch;
 
 static experts_scratch experts_carve(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, fmoe_carve *c)
@@ -36,10 +43,14 @@ static experts_scratch experts_carve(const fmoe_plan_impl *p, fmoe_pass pass, in
     s.map = fmoe_carve_take(c, R, sizeof(int64_t));
     s.slot = fmoe_carve_take(c, R, sizeof(int64_t));
     s.h = fmoe_carve_take(c, p->h_cols, sizeof(double));
-    s.sum = fmoe_carve_take(c, fmoe_max(p->d.H, p->d.I), sizeof(double));
+    s.sum = fmoe_carve_take(c, fmoe_max(fmoe_max(p->d.H, p->d.I), fmoe_max(p->d.rank1, p->d.rank2)), sizeof(double));
     s.v = fmoe_carve_take(c, p->d.I, sizeof(double));
     s.a = fmoe_carve_take(c, rows, (size_t)p->d.I * sizeof(double));
     s.dh = fmoe_carve_take(c, rows, (size_t)p->h_cols * sizeof(double));
+    s.l1 = fmoe_carve_take(c, rows, (size_t)p->d.rank1 * sizeof(double));
+    s.m1 = fmoe_carve_take(c, rows, (size_t)p->d.rank1 * sizeof(double));
+    s.l2 = fmoe_carve_take(c, rows, (size_t)p->d.rank2 * sizeof(double));
+    s.m2 = fmoe_carve_take(c, rows, (size_t)p->d.rank2 * sizeof(double));
     return s;
 }
 
@@ -74,18 +85,54 @@ static ref_vec w2_row(const fmoe_weights *w, int64_t e, int64_t c)
     return w->down ? ref_row(ref_matrix(&w->down[e]), c) : (ref_vec){NULL, 0, 0};
 }
 
+/* Row of B1 that makes column n of h: beside lists, B1 has gates, then ups, whatever the order of h. */
+static int64_t b1_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t n)
+{
+    return !w->w1 && p->gated && (p->d.flags & FMOE_INTERLEAVED) ? n % 2 * p->d.I + n / 2 : n;
+}
+
+/* l = A[e] v over n elements of v, A [E,rank,n]; and m = B[e]^T v, B [E,n,rank]: the ways into an adapter. */
+static void through_a(const fmoe_tensor *A, int64_t e, int64_t rank, ref_vec v, int64_t n, double *l)
+{
+    for (int64_t i = 0; i < rank; i++) l[i] = ref_dot(ref_row(ref_slice(A, e), i), v, n);
+}
+
+static void through_b1(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, const double *dh, double *m)
+{
+    for (int64_t i = 0; i < p->d.rank1; i++) m[i] = 0;
+    for (int64_t n = 0; p->d.rank1 && n < p->h_cols; n++)
+        ref_axpy(m, dh[n], ref_row(ref_slice(w->lora_b1, e), b1_row(p, w, n)), p->d.rank1);
+}
+
+static void through_b2(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec g, double *m)
+{
+    for (int64_t i = 0; i < p->d.rank2; i++) m[i] = 0;
+    for (int64_t c = 0; p->d.rank2 && c < p->d.H; c++)
+        ref_axpy(m, ref_get(g, c), ref_row(ref_slice(w->lora_b2, e), c), p->d.rank2);
+}
+
 static double bias_at(const fmoe_plan_impl *p, const fmoe_tensor *b, int64_t e, int64_t n)
 {
     return (p->d.flags & FMOE_BIAS) && b ? ref_get(ref_row(ref_matrix(b), e), n) : 0;
 }
 
-/* h[n] = <x[t], W1[e][n, :]> + b1[e][n] */
-static void up(const fmoe_plan_impl *p, const fmoe_experts_args *a, int64_t t, int64_t e, double *h)
+/* h[n] = <x[t], W1[e][n, :]> + b1[e][n] + <A1[e] x[t], B1[e][n, :]> */
+static void up(const fmoe_plan_impl *p, const fmoe_experts_args *a, int64_t t, int64_t e, double *l1, double *h)
 {
     const ref_vec x = ref_row(ref_matrix(a->x), t);
+    const int64_t rank = p->d.rank1;
+    through_a(a->w.lora_a1, e, rank, x, p->d.H, l1);
     for (int64_t n = 0; n < p->h_cols; n++) {
         h[n] = ref_dot(x, w1_row(p, &a->w, e, n), p->d.H) + bias_at(p, a->w.b1, e, n);
+        if (rank) h[n] += ref_dot(ref_buffer(l1), ref_row(ref_slice(a->w.lora_b1, e), b1_row(p, &a->w, n)), rank);
     }
+}
+
+/* y[c] = <a, W2[e][c, :]> + b2[e][c] + <l2, B2[e][c, :]>, with l2 = A2[e] a */
+static double down(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec a, double *l2, int64_t c)
+{
+    const double y = ref_dot(a, w2_row(w, e, c), p->d.I) + bias_at(p, w->b2, e, c);
+    return p->d.rank2 ? y + ref_dot(ref_buffer(l2), ref_row(ref_slice(w->lora_b2, e), c), p->d.rank2) : y;
 }
 
 /* out[t, :] = sum_j p[t,j] * y(t,j), in the order of j; with FMOE_ADD_OUT the sum begins with what is there.
@@ -108,11 +155,10 @@ fmoe_status fmoe_ref_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
             const int64_t e = ref_int2(a->ids, t, j);
             const double weight = ref_get(ref_row(ref_matrix(a->weights), t), j);
             double *const h = saved ? saved + r * p->h_cols : s.h;
-            up(p, a, t, e, h);
+            up(p, a, t, e, s.l1, h);
             fmoe_ref_activate(p, ref_buffer(h), ref_buffer(s.a));
-            for (int64_t i = 0; i < H; i++) {
-                s.sum[i] += weight * (ref_dot(ref_buffer(s.a), w2_row(&a->w, e, i), I) + bias_at(p, a->w.b2, e, i));
-            }
+            through_a(a->w.lora_a2, e, p->d.rank2, ref_buffer(s.a), I, s.l2);
+            for (int64_t i = 0; i < H; i++) s.sum[i] += weight * down(p, &a->w, e, ref_buffer(s.a), s.l2, i);
         }
         for (int64_t i = 0; i < H; i++) ref_set(out, i, s.sum[i]);
     }
@@ -134,17 +180,23 @@ static void backward_rows(const fmoe_plan_impl *p, const fmoe_experts_args *a, c
             const int64_t e = ref_int2(a->ids, t, j);
             const double weight = ref_get(ref_row(ref_matrix(a->weights), t), j);
             const ref_vec g = ref_row(ref_matrix(a->dout), t), act = ref_buffer(s->a + r * I);
+            double *const l1 = s->l1 + r * p->d.rank1, *const m2 = s->m2 + r * p->d.rank2;
+            /* the same sums in the same order: the same bits as the saved ones */
+            if (!saved || p->d.rank1) up(p, a, t, e, l1, s->h);
             if (saved) memcpy(s->h, saved + r * p->h_cols, (size_t)p->h_cols * sizeof(double));
-            else up(p, a, t, e, s->h); /* the same sums in the same order: the same bits as the saved ones */
             fmoe_ref_activate(p, ref_buffer(s->h), act);
             for (int64_t c = 0; c < I; c++) s->v[c] = 0;
             for (int64_t c = 0; c < H; c++) {
                 ref_axpy(s->v, ref_get(g, c), w2_row(&a->w, e, c), I);
                 dp += ref_get(g, c) * bias_at(p, a->w.b2, e, c);
             }
+            through_b2(p, &a->w, e, g, m2);
+            for (int64_t i = 0; i < p->d.rank2; i++) ref_axpy(s->v, m2[i], ref_row(ref_slice(a->w.lora_a2, e), i), I);
+            through_a(a->w.lora_a2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
             dp += ref_dot(ref_buffer(s->v), act, I);
             for (int64_t c = 0; c < I; c++) s->v[c] *= weight;
             fmoe_ref_activate_backward(p, ref_buffer(s->h), ref_buffer(s->v), ref_buffer(s->dh + r * p->h_cols));
+            through_b1(p, &a->w, e, s->dh + r * p->h_cols, s->m1 + r * p->d.rank1);
         }
         if (a->dweights) ref_set(ref_row(ref_matrix(a->dweights), t), j, dp);
     }
@@ -185,6 +237,40 @@ static void backward_expert(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     }
 }
 
+/* The same for the adapters: each row of a factor's gradient is a sum over the rows of expert e. */
+static void backward_adapters(const fmoe_plan_impl *p, const fmoe_experts_args *a, const experts_scratch *s, int64_t e,
+                              bool add)
+{
+    const struct {
+        const fmoe_tensor *grad;
+        int64_t rows, columns;
+    } factor[4] = {{a->dw.lora_a1, p->d.rank1, p->d.H},
+                   {a->dw.lora_b1, p->h_cols, p->d.rank1},
+                   {a->dw.lora_a2, p->d.rank2, p->d.I},
+                   {a->dw.lora_b2, p->d.H, p->d.rank2}};
+    const int64_t k = p->d.k;
+    for (int f = 0; f < 4; f++) {
+        for (int64_t i = 0; factor[f].grad && i < factor[f].rows; i++) {
+            const int64_t n = factor[f].columns;
+            for (int64_t c = 0; c < n; c++) s->sum[c] = 0;
+            for (int64_t r = s->start[e]; r < s->start[e + 1]; r++) {
+                const int64_t t = s->slot[r] / k;
+                const double weight = ref_get(ref_row(ref_matrix(a->weights), t), s->slot[r] % k);
+                switch (f) {
+                case 0: ref_axpy(s->sum, s->m1[r * p->d.rank1 + i], ref_row(ref_matrix(a->x), t), n); break;
+                case 1: ref_axpy(s->sum, s->dh[r * p->h_cols + i], ref_buffer(s->l1 + r * n), n); break;
+                case 2: ref_axpy(s->sum, weight * s->m2[r * p->d.rank2 + i], ref_buffer(s->a + r * n), n); break;
+                default:
+                    ref_axpy(s->sum, weight * ref_get(ref_row(ref_matrix(a->dout), t), i), ref_buffer(s->l2 + r * n),
+                             n);
+                }
+            }
+            const ref_vec to = ref_row(ref_slice(factor[f].grad, e), f == 1 ? b1_row(p, &a->w, i) : i);
+            for (int64_t c = 0; c < n; c++) store(to, c, s->sum[c], add);
+        }
+    }
+}
+
 /* FMOE_ADD_DX: dx is added to. FMOE_ACCUMULATE: the gradients of weights and biases are added to. An expert without
  * rows has gradient 0: that overwrites what is there, or leaves it alone. */
 fmoe_status fmoe_ref_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
@@ -206,12 +292,17 @@ fmoe_status fmoe_ref_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
             for (int64_t n = 0; n < p->h_cols; n++) {
                 ref_axpy(s.sum, s.dh[r * p->h_cols + n], w1_row(p, &a->w, ref_int2(a->ids, t, j), n), H);
             }
+            for (int64_t i = 0; i < p->d.rank1; i++) {
+                const ref_mat a1 = ref_slice(a->w.lora_a1, ref_int2(a->ids, t, j));
+                ref_axpy(s.sum, s.m1[r * p->d.rank1 + i], ref_row(a1, i), H);
+            }
         }
         for (int64_t i = 0; i < H; i++) ref_set(dx, i, s.sum[i]);
     }
     for (int64_t e = 0; e < p->d.E; e++) {
         if (accumulate && s.start[e] == s.start[e + 1]) continue;
         backward_expert(p, a, &s, e, accumulate);
+        backward_adapters(p, a, &s, e, accumulate);
     }
     return FMOE_OK;
 }

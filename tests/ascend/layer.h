@@ -20,6 +20,7 @@ typedef struct layer_case {
     bool apart;                 /* lists of gradients: matrices that are not adjacent */
     double limit;
     int idle; /* only the first E - idle experts get rows */
+    int64_t rank1, rank2;
 } layer_case;
 
 typedef struct layer {
@@ -82,6 +83,8 @@ static inline layer layer_make(layer_case c)
                      .k = c.k,
                      .act = c.act,
                      .flags = c.flags,
+                     .rank1 = c.rank1,
+                     .rank2 = c.rank2,
                      .act_limit = (float)c.limit};
     const bool gated = c.act < FMOE_ACT_SILU, bias = c.flags & FMOE_BIAS, lists = c.form >= LISTS,
                turned = c.form == LISTS_TURNED;
@@ -143,6 +146,18 @@ static inline layer layer_make(layer_case c)
     } else {
         l.a.w = (fmoe_weights){.w1 = to_npu(w1), .b1 = to_npu(b1), .w2 = to_npu(w2), .b2 = to_npu(b2)};
         l.a.dw = (fmoe_weights){.w1 = to_npu(dw1), .b1 = to_npu(db1), .w2 = to_npu(dw2), .b2 = to_npu(db2)};
+    }
+    const fmoe_tensor **lora[2][8] = {{&l.r.w.lora_a1, &l.r.w.lora_b1, &l.r.w.lora_a2, &l.r.w.lora_b2, &l.r.dw.lora_a1,
+                                     &l.r.dw.lora_b1, &l.r.dw.lora_a2, &l.r.dw.lora_b2},
+                                    {&l.a.w.lora_a1, &l.a.w.lora_b1, &l.a.w.lora_a2, &l.a.w.lora_b2, &l.a.dw.lora_a1,
+                                     &l.a.dw.lora_b1, &l.a.dw.lora_a2, &l.a.dw.lora_b2}};
+    const int64_t shape[4][2] = {{c.rank1, c.H}, {hc, c.rank1}, {c.rank2, c.I}, {c.H, c.rank2}};
+    for (int i = 0; i < 8; i++) {
+        if (!(i % 4 < 2 ? c.rank1 : c.rank2)) continue;
+        fmoe_tensor *t = tensor_random(layer_weight(&c, i < 4 ? c.dtype : grad, c.E, shape[i % 4][0], shape[i % 4][1]),
+                                       i < 4 ? 1.2 / sqrt((double)shape[i % 4][1]) : 1);
+        *lora[0][i] = wide(t);
+        *lora[1][i] = to_npu(t);
     }
     CHECK_STATUS(fmoe_saved_bytes(l.plan, c.T, &l.a.saved_bytes), FMOE_OK);
     if (l.a.saved_bytes) { /* aligned to 256 */
@@ -215,6 +230,10 @@ static inline void layer_compare(const layer *l)
         if (l->a.dw.b1) CHECK_CLOSE(l->a.dw.b1, l->r.dw.b1, gradient);
         if (l->a.dw.b2) CHECK_CLOSE(l->a.dw.b2, l->r.dw.b2, gradient);
     }
+    if (l->c.rank1) CHECK_CLOSE(l->a.dw.lora_a1, l->r.dw.lora_a1, gradient);
+    if (l->c.rank1) CHECK_CLOSE(l->a.dw.lora_b1, l->r.dw.lora_b1, gradient);
+    if (l->c.rank2) CHECK_CLOSE(l->a.dw.lora_a2, l->r.dw.lora_a2, gradient);
+    if (l->c.rank2) CHECK_CLOSE(l->a.dw.lora_b2, l->r.dw.lora_b2, gradient);
 }
 
 static inline void layer_free(layer *l)

@@ -148,6 +148,30 @@ NPU_TEST(gradients_in_blocks)
     LAYER(.dtype = FMOE_BF16, .T = 4, .H = 512, .I = 140, .E = 64, .k = 2, .backward = FMOE_ACCUMULATE, .idle = 54);
 }
 
+/* Composed by the core (src/lora.c) from permute, grouped matmul and activation. */
+NPU_TEST(adapters)
+{
+    LAYER(.dtype = FMOE_F32, SIZES, .rank1 = 4, .rank2 = 3);
+    LAYER(.dtype = FMOE_BF16, SIZES, .rank1 = 16, .rank2 = 16, .p = FMOE_F32);
+    LAYER(.dtype = FMOE_F16, SIZES, .rank1 = 8, .flags = FMOE_BIAS | FMOE_SKIP_E);
+    LAYER(.dtype = FMOE_F32, SIZES, .rank2 = 5, .form = TURNED, .flags = FMOE_RECOMPUTE | FMOE_SKIP_NEG1);
+    LAYER(.dtype = FMOE_F32, SIZES, .rank1 = 2, .rank2 = 2, .flags = FMOE_INTERLEAVED, .backward = FMOE_ACCUMULATE);
+    LAYER(.dtype = FMOE_F32, .T = 40, .H = 16, .I = 8, .E = 8, .k = 2, .idle = 7, .rank1 = 1, .rank2 = 33);
+    LAYER(.dtype = FMOE_F32, .T = 0, .H = 16, .I = 8, .E = 4, .k = 2, .rank1 = 2, .rank2 = 2);
+}
+
+NPU_TEST(adapters_refused)
+{
+    layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4, .form = LISTS});
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0);
+    CHECK_STATUS(layer_forward(&l, &f), FMOE_ERR_UNSUPPORTED);
+    layer_free(&l);
+    l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4});
+    const fmoe_run add = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, FMOE_ADD_OUT);
+    CHECK_STATUS(layer_forward(&l, &add), FMOE_ERR_UNSUPPORTED);
+    layer_free(&l);
+}
+
 NPU_TEST(no_tokens)
 {
     LAYER(.dtype = FMOE_BF16, .T = 0, .H = 16, .I = 8, .E = 4, .k = 2);

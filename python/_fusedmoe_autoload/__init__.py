@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaded by torch in every process (entry point torch.backends): waits for transformers and LLaMA-Factory.
+"""Loaded by torch in every process (entry point torch.backends): waits for transformers, PEFT and LLaMA-Factory.
 
 It imports nothing but the standard library, and nothing that goes wrong in it can keep torch from being imported. When one
 of the modules in WATCHED has been imported, fusedmoe registers itself there. FMOE_AUTOLOAD=0 turns it off.
@@ -20,6 +20,7 @@ WATCHED = {
     "transformers.integrations.moe": "fusedmoe.integrations.transformers",
     "transformers.integrations.finegrained_fp8": "fusedmoe.integrations.transformers",
     "transformers.modeling_utils": "fusedmoe.integrations.transformers",
+    "peft.tuners.lora.layer": "fusedmoe.integrations.peft",
     "llamafactory.v1.plugins.model_plugins.kernels.interface": "fusedmoe.integrations.llamafactory",
 }
 

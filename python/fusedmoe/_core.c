@@ -24,7 +24,7 @@
 
 /* ---- The operations: which field of which struct each Python argument fills ------------------------------ */
 
-enum { TENSOR, BYTES, INT32, MAX_SLOTS = 44, MAX_RANK = 8 };
+enum { TENSOR, BYTES, INT32, MAX_SLOTS = 60, MAX_RANK = 8 };
 
 typedef struct {
     size_t offset;
@@ -44,7 +44,9 @@ typedef struct {
 #define T(type, field) {offsetof(type, field), TENSOR}
 #define B(type, field) {offsetof(type, field), BYTES}
 #define N(type, field) {offsetof(type, field), INT32}
-#define W(type, w) T(type, w.w1), T(type, w.b1), T(type, w.w2), T(type, w.b2), T(type, w.gate), T(type, w.up), T(type, w.down)
+#define W(type, w)                                                                                                        \
+    T(type, w.w1), T(type, w.b1), T(type, w.w2), T(type, w.b2), T(type, w.gate), T(type, w.up), T(type, w.down),          \
+        T(type, w.lora_a1), T(type, w.lora_b1), T(type, w.lora_a2), T(type, w.lora_b2)
 
 #define ROUTE(f) T(fmoe_route_args, f)
 #define PERM(f) T(fmoe_permute_args, f)
@@ -417,14 +419,14 @@ static PyObject *core_plan(PyObject *self, PyObject *args) {
     fmoe_desc d = FMOE_DESC_INIT;
     int op, dtype, device, id, act, threads;
     unsigned int flags;
-    long long H, I, E, k, K, n, shared_I;
+    long long H, I, E, k, K, n, shared_I, rank1, rank2;
     double alpha, limit;
     PyObject *rule = Py_None;
-    if (!PyArg_ParseTuple(args, "iiiiLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I, &act, &flags,
-                          &alpha, &limit, &rule, &threads))
+    if (!PyArg_ParseTuple(args, "iiiiLLLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I, &rank1, &rank2,
+                          &act, &flags, &alpha, &limit, &rule, &threads))
         return NULL;
     d.op = op, d.dtype = dtype, d.device = (fmoe_device){device, id};
-    d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I;
+    d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I, d.rank1 = rank1, d.rank2 = rank2;
     d.act = act, d.flags = flags, d.act_alpha = (float)alpha, d.act_limit = (float)limit, d.threads = threads;
     if (device == FMOE_CPU && (d.parallel_ctx = find_torch_parallel_for())) d.parallel = torch_parallel;
     if (rule != Py_None) {
@@ -551,7 +553,7 @@ static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))core_run, METH_FASTCALL, "run(op, plan, flags, stream, workspace, *slots)"},
-    {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, act, flags, alpha, limit, rule, threads)"},
+    {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, rank1, rank2, act, flags, alpha, limit, rule, threads)"},
     {"plan_destroy", core_plan_destroy, METH_O, "plan_destroy(plan)"},
     {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL, "workspace_bytes(plan, pass, T)"},
     {"saved_bytes", (PyCFunction)(void (*)(void))core_saved_bytes, METH_FASTCALL, "saved_bytes(plan, T, tensor=None)"},

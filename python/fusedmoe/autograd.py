@@ -42,7 +42,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ids: Tensor, p: Tensor, act: int, flags: int, alpha: float, limit: float, *w: Tensor):
         sizes = ops.layer_sizes(w, act, flags)
         line = ops.experts_saved(x.dtype, x.device, sizes, ids.shape[1], act, flags, alpha, limit)
-        out, saved = ops.experts_forward(x, ids, p, w, act, flags, alpha, limit, line)
+        out, saved = ops.call(ops.experts_forward, x, ids, p, w, act, flags, alpha, limit, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
         ctx.layer = act, flags, alpha, limit
         return out
@@ -52,25 +52,26 @@ class _Experts(torch.autograd.Function):
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
         need = ctx.needs_input_grad
-        needs = (1 if need[0] else 0) | (2 if need[2] else 0)
-        if ctx.layer[1] & ops.LIST:  # one answer for all gates and ups, one for all downs
-            down = len(w) // (3 if ctx.layer[0] < ops.SILU else 2)
-            wanted = [any(need[7 : len(need) - down])] * (len(w) - down) + [any(need[len(need) - down :])] * down
-            needs |= (4 if wanted[0] else 0) | (8 if wanted[-1] else 0)
-        else:
-            wanted = list(need[7:])
-            for i, yes in enumerate(wanted):
-                needs |= (4 << i) if yes else 0
-        grads = iter(ops.experts_backward(x, ids, p, w, saved, dout, *ctx.layer, needs))
-        dx, dp, *dw = [next(grads) if yes else None for yes in (need[0], need[2], *wanted)]
+        bits = (1, 2, *ops.needs_bits(w, *ctx.layer[:2]))
+        needs = 0
+        for bit, yes in zip(bits, (need[0], *need[2:3], *need[7:]), strict=True):
+            needs |= bit if yes else 0
+        grads = iter(ops.call(ops.experts_backward, x, ids, p, w, saved, dout, *ctx.layer, needs))
+        dx, dp, *dw = [next(grads) if needs & bit else None for bit in bits]
         return dx, None, dp, None, None, None, None, *dw
 
 
 def experts(
     x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-    limit: float = 0.0,
+    limit: float = 0.0, lora: Sequence[tuple[Tensor, Tensor] | None] = (),
 ) -> Tensor:  # fmt: skip
-    """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype."""
+    """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype.
+
+    lora: for W1 and for W2, the factors a [E,rank,in] and b [E,out,rank] of a low-rank adapter, or None. W + b a is never made.
+    """
+    for flag, factors in zip((ops.LORA1, ops.LORA2), lora, strict=False):
+        if factors:
+            w, flags = [*w, *factors], flags | flag
     dtype = compute_dtype(x, w[0])
     for t in w:
         if t.dtype != dtype:
@@ -81,7 +82,7 @@ def experts(
     if torch.is_grad_enabled() and _any_requires_grad(xc, p, w):
         out = _Experts.apply(xc, ids, p, act, flags, alpha, limit, *w)
     else:
-        out = ops.experts(xc, ids, p, w, act, flags, alpha, limit)
+        out = ops.call(ops.experts, xc, ids, p, w, act, flags, alpha, limit)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 

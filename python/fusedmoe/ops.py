@@ -5,13 +5,17 @@ Each is functional (it allocates its results), has a fake kernel, and takes the 
 flags) instead of a plan handle, so that a compiled graph can be cached on disk. Plans are made once per description.
 Gradients are in ``fusedmoe.autograd``; the operators here are not differentiable by themselves.
 
-Conventions: ``w`` is ``[w1, w2]`` or ``[w1, w2, b1, b2]`` (stacked), or with LIST the gates, ups and downs of all experts
-one after the other; optional tensors are lists of none or one; ``needs`` is a mask of the gradients to compute.
+Conventions: ``w`` is ``[w1, w2]`` or, with BIAS, ``[w1, w2, b1, b2]`` (stacked), or with LIST the gates, ups and downs of all
+experts one after the other; then, with LORA1, the factors a1, b1 of W1's adapter, and with LORA2 those of W2's. Optional
+tensors are lists of none or one; ``needs`` is a mask of the gradients to compute.
+
+An operator is written as a generator. It yields its results, still empty: that is all its fake kernel is. Then it yields
+its plan, its rows and the slots of the C call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,29 +31,32 @@ SILU, GELU, GELU_TANH, RELU, RELU2 = range(16, 21)
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
 INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE = 1, 2, 4, 8, 16, 32
 # flags of this module: how `w` is given
-LIST, TRANSPOSED = 1 << 16, 1 << 17
+LIST, TRANSPOSED, LORA1, LORA2 = 1 << 16, 1 << 17, 1 << 18, 1 << 19
 _C_FLAGS = (1 << 16) - 1
 _REPLAY = 8
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _DEVICES = {"cpu": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
 
-_run = _core.run
 _lib = torch.library.Library("fusedmoe", "DEF")
-_names: list[str] = []  # in the order of definition, which is the order at the end of this file
+_impl: dict[Callable, Callable] = {}
 
 
 @cache
 def _plan(
-    op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, k: int = 0,
-    K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0, limit: float = 0.0,
-    rule: tuple | None = None,
+    op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
+    rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
+    limit: float = 0.0, rule: tuple | None = None,
 ) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
     kind = _DEVICES.get(device.type, 12)
-    return _core.plan(op, DTYPES[dtype], kind, device.index or 0, H, I, E, k, K, N, shared_I, act, flags & _C_FLAGS,
-                      alpha, limit, rule, threads)  # fmt: skip
+    return _core.plan(op, DTYPES[dtype], kind, device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2, act,
+                      flags & _C_FLAGS, alpha, limit, rule, threads)  # fmt: skip
+
+
+def _plan_for(op: int, t: Tensor, *sizes: int, **more: Any) -> int:
+    return _plan(op, t.dtype, t.device, torch.get_num_threads(), *sizes, **more)
 
 
 @cache
@@ -70,8 +77,7 @@ def set_max_isa(name: str | None) -> None:
 
 def describe(x: Tensor, E: int, k: int, I: int, act: int = SWIGLU, flags: int = 0) -> str:
     """Which kernels an experts layer with inputs like x will run, and why."""
-    plan = _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), H=x.shape[-1], I=I, E=E, k=k, act=act, flags=flags)
-    return _core.describe(plan)
+    return _core.describe(_plan_for(EXPERTS, x, x.shape[-1], I, E, k=k, act=act, flags=flags))
 
 
 def _stream(device: torch.device) -> int | None:
@@ -79,12 +85,6 @@ def _stream(device: torch.device) -> int | None:
         return None  # _core asks torch's exchange table
     stream = getattr(torch, device.type).current_stream(device)
     return stream.cuda_stream if device.type == "cuda" else stream.npu_stream
-
-
-def _call(op: int, plan: int, pass_: int, T: int, device: torch.device, *slots: Any, flags: int = 0) -> None:
-    n = _core.workspace_bytes(plan, pass_, T)
-    workspace = torch.empty(n, dtype=torch.uint8, device=device) if n else None
-    _run(op, plan, flags, _stream(device), workspace, *slots)
 
 
 def _unit(t: Tensor) -> Tensor:
@@ -102,28 +102,50 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def _new(grads: list[Tensor]) -> list[Tensor]:
+def _opt(ts: Sequence[Tensor], read: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor | None:
+    return read(ts[0]) if ts else None
+
+
+def _given(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
+    """grads, with None in the place of those that nobody wants. Large ones are new memory: in huge pages."""
     for t in grads:
         if t.nbytes >= 1 << 22 and t.is_cpu:
             _core.advise(t)
-    return grads
+    rest = iter(grads)
+    return [next(rest) if yes else None for yes in wanted]
 
 
-def _opt(ts: Sequence[Tensor]) -> Tensor | None:
-    return ts[0] if ts else None
-
-
-def _define(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
+def _define(schema: str, code: int, flags: int = 0) -> Callable[[Callable[..., Iterator]], Callable]:
+    """Make an operator of a generator (see above)."""
     name = schema.split("(", 1)[0]
-    _names.append(name)
+    pass_ = int(name.endswith("backward"))
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    op = getattr(torch.ops.fusedmoe, name).default
 
-    def register(fn: Callable) -> Callable:
-        _lib.impl(name, fn, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"fusedmoe::{name}", fake, lib=_lib)
-        return fn
+    def register(steps: Callable[..., Iterator]) -> Callable:
+        def impl(*args: Any) -> Any:
+            step = steps(*args)
+            results = next(step)
+            plan, rows, *slots = next(step)
+            device = (args[0] if isinstance(args[0], Tensor) else args[0][0]).device
+            n = _core.workspace_bytes(plan, pass_, rows)
+            workspace = torch.empty(n, dtype=torch.uint8, device=device) if n else None
+            _core.run(code, plan, flags, _stream(device), workspace, *slots)
+            return results
+
+        _lib.impl(name, impl, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fusedmoe::{name}", lambda *args: next(steps(*args)), lib=_lib)
+        _impl[op] = impl
+        return op
 
     return register
+
+
+def call(op: Callable, *args: Any) -> Any:
+    """op(*args) without the dispatcher (6 us), where no tracing, tensor subclass or dispatch mode wants to see the operator."""
+    if torch.compiler.is_compiling() or type(args[0]) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return op(*args)
+    return _impl.get(op, op)(*args)
 
 
 # ---- route ----------------------------------------------------------------------------------------------------------
@@ -134,102 +156,74 @@ def _weight_dtype(t: Tensor) -> torch.dtype:
 
 
 def _route_plan(logits: Tensor, k: int, rule: Sequence[int], eps: float, scale: float) -> int:
-    return _plan(ROUTE, logits.dtype, logits.device, torch.get_num_threads(), E=int(logits.shape[1]), k=k,
-                 rule=(*rule, eps, scale))  # fmt: skip
-
-
-def _route_fake(logits, select_bias, k, rule, eps, scale):
-    shape = (logits.shape[0], k)
-    return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=_weight_dtype(logits))
+    return _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=k, rule=(*rule, eps, scale))
 
 
 @_define("route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)",
-         _route_fake)  # fmt: skip
-def _route(logits, select_bias, k, rule, eps, scale):
-    plan = _route_plan(logits, k, rule, eps, scale)
-    ids, weights = _route_fake(logits, select_bias, k, rule, eps, scale)
-    _call(_core.ROUTE_FORWARD, plan, 0, logits.shape[0], logits.device, _unit(logits), _opt(select_bias), ids, weights, None)
-    return ids, weights
+         _core.ROUTE_FORWARD)  # fmt: skip
+def route(logits, select_bias, k, rule, eps, scale):
+    T = logits.shape[0]
+    ids, weights = logits.new_empty((T, k), dtype=torch.int64), logits.new_empty((T, k), dtype=_weight_dtype(logits))
+    yield ids, weights
+    yield _route_plan(logits, k, rule, eps, scale), T, _unit(logits), _opt(select_bias), ids, weights, None
 
 
-@_define("route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor",
-         lambda logits, ids, rule, eps, scale: logits.new_empty(ids.shape, dtype=_weight_dtype(logits)))  # fmt: skip
-def _route_replay(logits, ids, rule, eps, scale):
-    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
+@_define("route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor", _core.ROUTE_FORWARD, _REPLAY)
+def route_replay(logits, ids, rule, eps, scale):
     weights = logits.new_empty(ids.shape, dtype=_weight_dtype(logits))
-    _call(_core.ROUTE_FORWARD, plan, 0, logits.shape[0], logits.device, _unit(logits), None, _ids(ids), weights, None,
-          flags=_REPLAY)  # fmt: skip
-    return weights
+    yield weights
+    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
+    yield plan, logits.shape[0], _unit(logits), None, _ids(ids), weights, None
 
 
 @_define("route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor",
-         lambda logits, ids, dweights, rule, eps, scale: _like(logits))  # fmt: skip
-def _route_backward(logits, ids, dweights, rule, eps, scale):
-    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
+         _core.ROUTE_BACKWARD)  # fmt: skip
+def route_backward(logits, ids, dweights, rule, eps, scale):
     dlogits = _like(logits)
-    _call(_core.ROUTE_BACKWARD, plan, 1, logits.shape[0], logits.device, _unit(logits), None, _ids(ids), _unit(dweights),
-          dlogits)  # fmt: skip
-    return dlogits
+    yield dlogits
+    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
+    yield plan, logits.shape[0], _unit(logits), None, _ids(ids), _unit(dweights), dlogits
 
 
 # ---- permute, unpermute ---------------------------------------------------------------------------------------------
 
 
 def _permute_plan(t: Tensor, E: int, k: int, flags: int = 0) -> int:
-    return _plan(PERMUTE, t.dtype, t.device, torch.get_num_threads(), H=int(t.shape[1]), E=E, k=k, flags=flags)
+    return _plan_for(PERMUTE, t, H=int(t.shape[1]), E=E, k=k, flags=flags)
 
 
-def _permute_fake(x, ids, E, flags):
+@_define("permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)", _core.PERMUTE_FORWARD)
+def permute(x, ids, E, flags):
     T, k = ids.shape
-    return (x.new_empty((T * k, x.shape[1])), x.new_empty((T * k,), dtype=torch.int32),
-            x.new_empty((E,), dtype=torch.int64))  # fmt: skip
+    xp, row_map = x.new_empty((T * k, x.shape[1])), x.new_empty((T * k,), dtype=torch.int32)
+    counts = x.new_empty((E,), dtype=torch.int64)
+    yield xp, row_map, counts
+    yield _permute_plan(x, E, int(k), flags), T, _unit(x), _ids(ids), xp, row_map, counts
 
 
-@_define("permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)", _permute_fake)
-def _permute(x, ids, E, flags):
-    plan = _permute_plan(x, E, int(ids.shape[1]), flags)
-    xp, row_map, counts = _permute_fake(x, ids, E, flags)
-    _call(_core.PERMUTE_FORWARD, plan, 0, x.shape[0], x.device, _unit(x), _ids(ids), xp, row_map, counts)
-    return xp, row_map, counts
+@_define("permute_backward(Tensor dxp, Tensor map, int k) -> Tensor", _core.PERMUTE_BACKWARD)
+def permute_backward(dxp, row_map, k):
+    dx = dxp.new_empty((row_map.shape[0] // k, dxp.shape[1]))
+    yield dx
+    yield _permute_plan(dxp, 1, k), dx.shape[0], dx, _unit(dxp), row_map
 
 
-def _from_rows(rows, row_map, k):
-    return rows.new_empty((row_map.shape[0] // k, rows.shape[1]))
-
-
-@_define("permute_backward(Tensor dxp, Tensor map, int k) -> Tensor", _from_rows)
-def _permute_backward(dxp, row_map, k):
-    plan = _permute_plan(dxp, 1, k)
-    dx = _from_rows(dxp, row_map, k)
-    _call(_core.PERMUTE_BACKWARD, plan, 1, dx.shape[0], dxp.device, dx, _unit(dxp), row_map)
-    return dx
-
-
-@_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor",
-         lambda y, row_map, weights, k: _from_rows(y, row_map, k))  # fmt: skip
-def _unpermute(y, row_map, weights, k):
-    plan = _permute_plan(y, 1, k)
-    out = _from_rows(y, row_map, k)
-    p = _opt(weights)
-    _call(_core.UNPERMUTE_FORWARD, plan, 0, out.shape[0], y.device, _unit(y), row_map, p if p is None else _unit(p), out)
-    return out
-
-
-def _unpermute_backward_fake(y, row_map, weights, dout, needs):
-    dy = [_like(y)] if needs & 1 else []
-    return dy + ([_like(weights[0])] if needs & 2 else [])
+@_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor", _core.UNPERMUTE_FORWARD)
+def unpermute(y, row_map, weights, k):
+    out = y.new_empty((row_map.shape[0] // k, y.shape[1]))
+    yield out
+    yield _permute_plan(y, 1, k), out.shape[0], _unit(y), row_map, _opt(weights, _unit), out
 
 
 @_define("unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]",
-         _unpermute_backward_fake)  # fmt: skip
-def _unpermute_backward(y, row_map, weights, dout, needs):
+         _core.UNPERMUTE_BACKWARD)  # fmt: skip
+def unpermute_backward(y, row_map, weights, dout, needs):
+    wanted = needs & 1, needs & 2
+    grads = [_like(t) for t, yes in zip((y, *weights), wanted, strict=False) if yes]
+    yield grads
     T = dout.shape[0]
-    k = int(row_map.shape[0]) // T if T else 1
-    grads = _unpermute_backward_fake(y, row_map, weights, dout, needs)
-    p = _opt(weights)
-    _call(_core.UNPERMUTE_BACKWARD, _permute_plan(y, 1, k), 1, T, y.device, _unit(y), row_map, p if p is None else _unit(p),
-          _unit(dout), grads[0] if needs & 1 else None, grads[-1] if needs & 2 else None)  # fmt: skip
-    return grads
+    plan = _permute_plan(y, 1, int(row_map.shape[0]) // T if T else 1)
+    yield plan, T, _unit(y), row_map, _opt(weights, _unit), _unit(dout), *_given(grads, wanted)
 
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
@@ -237,143 +231,139 @@ def _unpermute_backward(y, row_map, weights, dout, needs):
 
 def _gmm_plan(x: Tensor, w: Tensor) -> int:
     E, K, N = (int(n) for n in w.shape)
-    return _plan(GMM, x.dtype, x.device, torch.get_num_threads(), E=E, K=K, N=N)
+    return _plan_for(GMM, x, E=E, K=K, N=N)
 
 
-@_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor",
-         lambda x, w, bias, sizes, cumulative: x.new_empty((x.shape[0], w.shape[2])))  # fmt: skip
-def _gmm(x, w, bias, sizes, cumulative):
+@_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor", _core.GMM_FORWARD)
+def grouped_matmul(x, w, bias, sizes, cumulative):
     y = x.new_zeros((x.shape[0], w.shape[2]))  # rows past the last group stay zero
-    _call(_core.GMM_FORWARD, _gmm_plan(x, w), 0, x.shape[0], x.device, _unit(x), w, _opt(bias), _ids(sizes), y, cumulative, 0)
-    return y
-
-
-def _gmm_backward_fake(x, w, sizes, dy, needs, cumulative):
-    grads = [_like(x)] if needs & 1 else []
-    grads += [torch.empty_like(w)] if needs & 2 else []
-    return grads + ([w.new_empty((w.shape[0], w.shape[2]))] if needs & 4 else [])
+    yield y
+    yield _gmm_plan(x, w), x.shape[0], _unit(x), w, _opt(bias), _ids(sizes), y, cumulative, 0
 
 
 @_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]",
-         _gmm_backward_fake)  # fmt: skip
-def _gmm_backward(x, w, sizes, dy, needs, cumulative):
-    grads = _new(_gmm_backward_fake(x, w, sizes, dy, needs, cumulative))
-    out = iter(grads)
-    dx, dw, db = (next(out) if needs & bit else None for bit in (1, 2, 4))
-    _call(_core.GMM_BACKWARD, _gmm_plan(x, w), 1, x.shape[0], x.device, _unit(x), w, _ids(sizes), _unit(dy), dx, dw, db,
-          cumulative, 0)  # fmt: skip
-    return grads
+         _core.GMM_BACKWARD)  # fmt: skip
+def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
+    wanted = needs & 1, needs & 2, needs & 4
+    grads = [_like(x)] if needs & 1 else []
+    grads += [torch.empty_like(w)] if needs & 2 else []
+    grads += [w.new_empty((w.shape[0], w.shape[2]))] if needs & 4 else []
+    yield grads
+    yield _gmm_plan(x, w), x.shape[0], _unit(x), w, _ids(sizes), _unit(dy), *_given(grads, wanted), cumulative, 0
 
 
-def _list_plan(x: Sequence[Tensor]) -> tuple[int, int, torch.device]:
-    plan = _plan(GMM, x[0].dtype, x[0].device, torch.get_num_threads(), E=len(x))
-    return plan, sum(t.shape[0] for t in x), x[0].device
+def _list_plan(x: Sequence[Tensor]) -> tuple[int, int]:
+    return _plan_for(GMM, x[0], E=len(x)), sum(t.shape[0] for t in x)
 
 
-def _gmm_list_fake(x, w, bias):
-    return [t.new_empty((t.shape[0], u.shape[1])) for t, u in zip(x, w, strict=True)]
+@_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]", _core.GMM_FORWARD)
+def grouped_matmul_list(x, w, bias):
+    y = [t.new_empty((t.shape[0], u.shape[1])) for t, u in zip(x, w, strict=True)]
+    yield y
+    yield *_list_plan(x), [_unit(t) for t in x], w, bias or None, None, y, 0, 1
 
 
-@_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]", _gmm_list_fake)
-def _gmm_list(x, w, bias):
-    plan, rows, device = _list_plan(x)
-    y = _gmm_list_fake(x, w, bias)
-    _call(_core.GMM_FORWARD, plan, 0, rows, device, [_unit(t) for t in x], w, bias or None, None, y, 0, 1)
-    return y
-
-
-def _gmm_list_backward_fake(x, w, dy, needs):
-    grads = [_like(t) for t in x] if needs & 1 else []
-    return grads + ([torch.empty_like(t) for t in w] if needs & 2 else [])
-
-
-@_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]", _gmm_list_backward_fake)
-def _gmm_list_backward(x, w, dy, needs):
-    plan, rows, device = _list_plan(x)
-    grads = _gmm_list_backward_fake(x, w, dy, needs)
-    dx = grads[: len(x)] if needs & 1 else None
-    dw = grads[-len(w) :] if needs & 2 else None
-    _call(_core.GMM_BACKWARD, plan, 1, rows, device, [_unit(t) for t in x], w, None, [_unit(t) for t in dy], dx, dw, None, 0, 1)
-    return grads
+@_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]", _core.GMM_BACKWARD)
+def grouped_matmul_list_backward(x, w, dy, needs):
+    dx = [_like(t) for t in x] if needs & 1 else []
+    dw = [torch.empty_like(t) for t in w] if needs & 2 else []
+    yield dx + dw
+    yield *_list_plan(x), [_unit(t) for t in x], w, None, [_unit(t) for t in dy], dx or None, dw or None, None, 0, 1
 
 
 # ---- activation -----------------------------------------------------------------------------------------------------
 
 
-def _act_plan(h: Tensor, act: int, flags: int, alpha: float, limit: float) -> int:
-    width = int(h.shape[1]) // (2 if act < SILU else 1)
-    return _plan(ACTIVATION, h.dtype, h.device, torch.get_num_threads(), I=width, act=act, flags=flags, alpha=alpha,
-                 limit=limit)  # fmt: skip
+def _act_plan(h: Tensor, width: int, act: int, flags: int, alpha: float, limit: float) -> int:
+    return _plan_for(ACTIVATION, h, I=int(width), act=act, flags=flags, alpha=alpha, limit=limit)
 
 
-def _act_fake(h, act, flags, alpha, limit):
-    return h.new_empty((h.shape[0], h.shape[1] // (2 if act < SILU else 1)))
-
-
-@_define("activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor", _act_fake)
-def _activation(h, act, flags, alpha, limit):
-    a = _act_fake(h, act, flags, alpha, limit)
-    _call(_core.ACTIVATION_FORWARD, _act_plan(h, act, flags, alpha, limit), 0, h.shape[0], h.device, _unit(h), a)
-    return a
+@_define("activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor", _core.ACTIVATION_FORWARD)
+def activation(h, act, flags, alpha, limit):
+    a = h.new_empty((h.shape[0], h.shape[1] // (2 if act < SILU else 1)))
+    yield a
+    yield _act_plan(h, a.shape[1], act, flags, alpha, limit), h.shape[0], _unit(h), a
 
 
 @_define("activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor",
-         lambda h, da, act, flags, alpha, limit: _like(h))  # fmt: skip
-def _activation_backward(h, da, act, flags, alpha, limit):
+         _core.ACTIVATION_BACKWARD)  # fmt: skip
+def activation_backward(h, da, act, flags, alpha, limit):
     dh = _like(h)
-    plan = _act_plan(h, act, flags, alpha, limit)
-    _call(_core.ACTIVATION_BACKWARD, plan, 1, h.shape[0], h.device, _unit(h), _unit(da), dh)
-    return dh
+    yield dh
+    yield _act_plan(h, da.shape[1], act, flags, alpha, limit), h.shape[0], _unit(h), _unit(da), dh
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-def layer_sizes(w: Sequence[Tensor], act: int, flags: int) -> tuple[int, int, int]:
-    """H, I, E of a layer, from its weights."""
+def _split(w: Sequence, flags: int) -> tuple[Sequence, tuple]:
+    """The weights, and the factors a1, b1, a2, b2 of their adapters."""
+    if not flags & (LORA1 | LORA2):
+        return w, (None,) * 4
+    n = len(w) - (2 if flags & LORA1 else 0) - (2 if flags & LORA2 else 0)
+    return w[:n], (*(w[n : n + 2] if flags & LORA1 else (None, None)), *(w[-2:] if flags & LORA2 else (None, None)))
+
+
+def layer_sizes(w: Sequence[Tensor], act: int, flags: int) -> tuple[int, int, int, int, int]:
+    """H, I, E, rank1, rank2 of a layer, from its weights."""
+    w, (a1, _, a2, _) = _split(w, flags)
+    ranks = 0 if a1 is None else int(a1.shape[1]), 0 if a2 is None else int(a2.shape[1])
     if flags & LIST:
         I, H = w[0].shape
-        return int(H), int(I), len(w) // (3 if act < SILU else 2)
+        return int(H), int(I), len(w) // (3 if act < SILU else 2), *ranks
     E, a, b = w[1].shape
-    return (int(b), int(a), int(E)) if flags & TRANSPOSED else (int(a), int(b), int(E))
+    return (int(b), int(a), int(E), *ranks) if flags & TRANSPOSED else (int(a), int(b), int(E), *ranks)
 
 
 def _slots(w: Sequence[Tensor | None], act: int, flags: int) -> tuple:
-    """The seven fields of fmoe_weights."""
+    """The eleven fields of fmoe_weights."""
+    if not w:
+        return (None,) * 11
+    w, lora = _split(w, flags)
     if flags & LIST:
         n = len(w) // (3 if act < SILU else 2)
         parts = [w[i : i + n] for i in range(0, len(w), n)]
-        return (None, None, None, None, *([None] if act >= SILU else []), *(None if p[0] is None else p for p in parts))
+        gate = [None] if act >= SILU else []
+        return None, None, None, None, *gate, *(None if p[0] is None else p for p in parts), *lora
     w1, w2, b1, b2 = w if len(w) == 4 else (*w, None, None)
     if flags & TRANSPOSED:
         w1, w2 = (t if t is None else t.transpose(1, 2) for t in (w1, w2))
-    return w1, b1, w2, b2, None, None, None
+    return w1, b1, w2, b2, None, None, None, *lora
+
+
+def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
+    """The bit of `needs` that asks for the gradient of each tensor in w; one bit for all gates and ups, one for all downs."""
+    base, _ = _split(w, flags)
+    if flags & LIST:
+        down = len(base) // (3 if act < SILU else 2)
+        bits = [4] * (len(base) - down) + [8] * down
+    else:
+        bits = [4, 8, 16, 32][: len(base)]
+    return bits + ([64, 128] if flags & LORA1 else []) + ([256, 512] if flags & LORA2 else [])
 
 
 def _experts_plan(x, ids, w, act, flags, alpha, limit) -> int:
-    H, I, E = layer_sizes(w, act, flags)
-    return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), H, I, E, int(ids.shape[1]), 0, 0, 0, act, flags, alpha,
-                 limit)  # fmt: skip
+    return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *layer_sizes(w, act, flags), int(ids.shape[1]), 0, 0, 0,
+                 act, flags, alpha, limit)  # fmt: skip
 
 
 _LAYER = "Tensor x, Tensor ids, Tensor p, Tensor[] w, int act, int flags, float alpha, float limit"
 
 
-@_define(f"experts({_LAYER}) -> Tensor", lambda x, ids, p, w, act, flags, alpha, limit: _like(x))
-def _experts(x, ids, p, w, act, flags, alpha, limit):
+@_define(f"experts({_LAYER}) -> Tensor", _core.EXPERTS_FORWARD)
+def experts(x, ids, p, w, act, flags, alpha, limit):
     """The layer without a gradient: nothing is saved."""
-    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     out = _like(x)
-    _call(_core.EXPERTS_FORWARD, plan, 0, x.shape[0], x.device, _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, None)
-    return out
+    yield out
+    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
+    yield plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, None
 
 
-def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, int, int], k: int, act: int, flags: int,
+def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], k: int, act: int, flags: int,
                   alpha: float, limit: float) -> tuple[int, int]:  # fmt: skip
     """c0, c1: experts_forward saves c0 + c1 * T bytes. An argument of it, so that a graph which torch.compile keeps on disk
-    is not used with a library that saves something else."""
-    plan = _plan(EXPERTS, dtype, device, torch.get_num_threads(), *sizes, k, 0, 0, 0, act, flags, alpha, limit)
-    return _saved_line(plan)
+    is not used with a library that saves something else. sizes: layer_sizes(...)."""
+    return _saved_line(_plan(EXPERTS, dtype, device, torch.get_num_threads(), *sizes, k, 0, 0, 0, act, flags, alpha, limit))
 
 
 experts_saved._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
@@ -383,106 +373,67 @@ def _saved(x: Tensor, c0: int, c1: int) -> Tensor:
     return torch.empty((c0 + c1 * x.shape[0],), dtype=torch.uint8, device=x.device)
 
 
-@_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)",
-         lambda x, ids, p, w, act, flags, alpha, limit, saved: (_like(x), _saved(x, *saved)))  # fmt: skip
-def _experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
+@_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)", _core.EXPERTS_FORWARD)
+def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
     """The layer, and the state its backward needs. saved: experts_saved(...)."""
-    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     out, saved = _like(x), _saved(x, *saved)
+    yield out, saved
+    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     _core.saved_bytes(plan, x.shape[0], saved)
-    _call(_core.EXPERTS_FORWARD, plan, 0, x.shape[0], x.device, _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out,
-          saved)  # fmt: skip
-    return out, saved
-
-
-def _wanted(w: Sequence[Tensor], act: int, flags: int, needs: int) -> list[bool]:
-    """Which tensors of w get a gradient. needs: 1 up (and gate), 2 down, 4 b1, 8 b2."""
-    if flags & LIST:
-        down = len(w) // (3 if act < SILU else 2)
-        return [bool(needs & 1)] * (len(w) - down) + [bool(needs & 2)] * down
-    return [bool(needs >> i & 1) for i in range(len(w))]
-
-
-def _experts_backward_fake(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
-    grads = [_like(x)] if needs & 1 else []
-    grads += [_like(p)] if needs & 2 else []
-    return grads + [torch.empty_like(t) for t, yes in zip(w, _wanted(w, act, flags, needs >> 2), strict=True) if yes]
+    yield plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, saved
 
 
 @_define("experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
-         "float alpha, float limit, int needs) -> Tensor[]", _experts_backward_fake)  # fmt: skip
-def _experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
-    """The gradients that `needs` asks for, in order: 1 x, 2 p, then w (4 up and gate, 8 down, 16 b1, 32 b2)."""
+         "float alpha, float limit, int needs) -> Tensor[]", _core.EXPERTS_BACKWARD)  # fmt: skip
+def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
+    """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
+    wanted = [needs & bit for bit in (1, 2, *needs_bits(w, act, flags))]
+    grads = [_like(t) for t, yes in zip((x, p), wanted, strict=False) if yes]
+    grads += [torch.empty_like(t) for t, yes in zip(w, wanted[2:], strict=True) if yes]
+    yield grads
     plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-    grads = _new(_experts_backward_fake(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs))
-    out = iter(grads)
-    dx = next(out) if needs & 1 else None
-    dp = next(out) if needs & 2 else None
-    dw = [next(out) if yes else None for yes in _wanted(w, act, flags, needs >> 2)]
-    _call(_core.EXPERTS_BACKWARD, plan, 1, x.shape[0], x.device, _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags),
-          saved if saved.numel() else None, _unit(dout), dx, dp, *_slots(dw, act, flags))  # fmt: skip
-    return grads
+    dx, dp, *dw = _given(grads, wanted)
+    yield (plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), saved if saved.numel() else None,
+           _unit(dout), dx, dp, *_slots(dw, act, flags))  # fmt: skip
 
 
 # ---- block: router matmul, route, experts, shared expert --------------------------------------------------------------
 
 
 def _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale) -> int:
-    H, I, E = layer_sizes(w, act, flags)
     shared_I = int(shared[1].shape[2]) if shared else 0
-    return _plan(BLOCK, x.dtype, x.device, torch.get_num_threads(), H, I, E, k, shared_I=shared_I, act=act, flags=flags,
-                 alpha=alpha, limit=limit, rule=(*rule, eps, scale))  # fmt: skip
-
-
-def _block_forward_fake(x, w_router, b_router, select_bias, w, shared, shared_gate, k, act, flags, alpha, limit, rule, eps, scale):
-    plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
-    T, dtype = x.shape[0], _weight_dtype(x)
-    return (_like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), x.new_empty((T, k), dtype=torch.int64),
-            x.new_empty((T, k), dtype=dtype), _saved(x, *_saved_line(plan)))  # fmt: skip
+    return _plan_for(BLOCK, x, *layer_sizes(w, act, flags), k=k, shared_I=shared_I, act=act, flags=flags, alpha=alpha,
+                     limit=limit, rule=(*rule, eps, scale))  # fmt: skip
 
 
 _RULE = "int k, int act, int flags, float alpha, float limit, int[] rule, float eps, float scale"
 
 
 @_define("block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
-         f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _block_forward_fake)  # fmt: skip
-def _block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, act, flags, alpha, limit, rule, eps, scale):
+         f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _core.BLOCK_FORWARD)  # fmt: skip
+def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, act, flags, alpha, limit, rule, eps, scale):
     """out, logits, ids, weights, saved."""
-    args = (w, shared, k, act, flags, alpha, limit, rule, eps, scale)
-    out, logits, ids, weights, _ = _block_forward_fake(x, w_router, b_router, select_bias, w, shared, shared_gate, *args[2:])
-    plan = _block_plan(x, *args)
-    saved = _saved(x, *_saved_line(plan)).zero_()
-    shared_slots = _slots(shared, act, 0) if shared else (None,) * 7
-    _call(_core.BLOCK_FORWARD, plan, 0, x.shape[0], x.device, _unit(x), w_router, _opt(b_router),
-          _opt(select_bias), *_slots(w, act, flags), *shared_slots, _opt(shared_gate), logits, ids, weights, out, saved)  # fmt: skip
-    return out, logits, ids, weights, saved
-
-
-def _block_backward_fake(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
-                         k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
-    return [torch.empty_like(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
+    plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
+    T, dtype = x.shape[0], _weight_dtype(x)
+    out, logits, saved = _like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), _saved(x, *_saved_line(plan))
+    ids, weights = x.new_empty((T, k), dtype=torch.int64), x.new_empty((T, k), dtype=dtype)
+    yield out, logits, ids, weights, saved
+    saved.zero_()
+    yield (plan, T, _unit(x), w_router, _opt(b_router), _opt(select_bias), *_slots(w, act, flags), *_slots(shared, act, 0),
+           _opt(shared_gate), logits, ids, weights, out, saved)  # fmt: skip
 
 
 @_define("block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, Tensor[] shared_gate, "
          "Tensor logits, Tensor ids, Tensor weights, Tensor saved, Tensor dout, Tensor[] dlogits, "
-         f"{_RULE}, Tensor[] b_router) -> Tensor[]", _block_backward_fake)  # fmt: skip
-def _block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
-                    k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
+         f"{_RULE}, Tensor[] b_router) -> Tensor[]", _core.BLOCK_BACKWARD)  # fmt: skip
+def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
+                   k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
-    plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
     grads = [torch.empty_like(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
+    yield grads
     dx, dw_router, *rest = grads
-    take = [[rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate)]
-    none = (None,) * 7
-    _call(_core.BLOCK_BACKWARD, plan, 1, x.shape[0], x.device, _unit(x), w_router, _opt(select_bias), *_slots(w, act, flags),
-          *(_slots(shared, act, 0) if shared else none), _opt(shared_gate), logits, ids, weights, saved, _unit(dout),
-          _opt(dlogits), dx, dw_router, _opt(take[0]), *_slots(take[1], act, flags),
-          *(_slots(take[2], act, 0) if shared else none), _opt(take[3]))  # fmt: skip
-    return grads
-
-
-(
-    route, route_replay, route_backward, permute, permute_backward, unpermute, unpermute_backward, grouped_matmul, grouped_matmul_backward,
-    grouped_matmul_list, grouped_matmul_list_backward, activation, activation_backward, experts, experts_forward, experts_backward,
-    block_forward, block_backward,
-) = (getattr(torch.ops.fusedmoe, name).default for name in _names)  # fmt: skip
+    db_router, dw, dshared, dgate = ([rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate))
+    yield (_block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale), x.shape[0], _unit(x), w_router,
+           _opt(select_bias), *_slots(w, act, flags), *_slots(shared, act, 0), _opt(shared_gate), logits, ids, weights, saved,
+           _unit(dout), _opt(dlogits), dx, dw_router, _opt(db_router), *_slots(dw, act, flags), *_slots(dshared, act, 0),
+           _opt(dgate))  # fmt: skip

@@ -191,7 +191,7 @@ static void backward_rows(const fmoe_plan_impl *p, const fmoe_experts_args *a, c
                 dp += ref_get(g, c) * bias_at(p, a->w.b2, e, c);
             }
             through_b2(p, &a->w, e, g, m2);
-            for (int64_t i = 0; i < p->d.rank2; i++) ref_axpy(s->v, m2[i], ref_row(ref_slice(a->w.lora_a2, e), i), I);
+            for (int64_t c = 0; c < p->d.rank2; c++) ref_axpy(s->v, m2[c], ref_row(ref_slice(a->w.lora_a2, e), c), I);
             through_a(a->w.lora_a2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
             dp += ref_dot(ref_buffer(s->v), act, I);
             for (int64_t c = 0; c < I; c++) s->v[c] *= weight;

@@ -30,7 +30,8 @@ run() { # name, transformers, llamafactory, more packages
     fi
     echo "== transformers $2, LLaMA-Factory $3"
     log=$venv/log
-    "$venv/bin/python" -m pytest -q -p no:cacheprovider "$here/test_models.py" "$here/test_llamafactory.py" "$here/test_kernels.py" \
+    "$venv/bin/python" -m pytest -q -p no:cacheprovider "$here/test_models.py" "$here/test_lora.py" "$here/test_llamafactory.py" \
+        "$here/test_kernels.py" \
         > "$log" 2>&1 || true
     tail -30 "$log"
     line=$(grep -E '(passed|failed|error).* in [0-9.]+s' "$log" | tail -1)
@@ -40,7 +41,7 @@ run() { # name, transformers, llamafactory, more packages
 }
 
 run v4 4.57.6 0.9.4 "peft==0.18.1 accelerate omegaconf"
-run v5 5.6.0 0.9.5 "accelerate omegaconf"
+run v5 5.6.0 0.9.5 "peft==0.18.1 accelerate omegaconf"
 if [ "${FMOE_VERSIONS:-1}" = all ]; then # the oldest that are supported
     run v4-oldest 4.51.3 none "peft==0.18.1"
     run v5-oldest 5.0.0 none ""

@@ -42,7 +42,7 @@ def all_ops():
     x, ids, p, w1, w2 = layer()
     logits, wr, h = torch.randn(T, E), torch.randn(E, H), torch.randn(T, 2 * I)
     plain = (0, 0, 0.0, 0.0)
-    line = ops.experts_saved(x.dtype, x.device, (H, I, E), k, *plain)
+    line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes([w1, w2], *plain[:2]), k, *plain)
     _, saved = ops.experts_forward(x, ids, p, [w1, w2], *plain, line)
     xp, row_map, counts = ops.permute(x, ids, E, ops.SKIP_E)
     w = torch.randn(E, H, 4)

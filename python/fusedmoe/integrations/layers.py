@@ -163,8 +163,8 @@ def layer_of(module: nn.Module) -> Layer:
     return layer
 
 
-def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor) -> Tensor:
-    """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E])."""
+def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = ()) -> Tensor:
+    """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E]); lora as in ``autograd.experts``."""
     up, down = (module.gate_up_proj if layer.gate else module.up_proj), module.down_proj
     w = [up, down]
     if layer.bias:
@@ -176,7 +176,7 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
         flags = layer.flags
         if x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
             flags &= ~ops.SKIP_E  # skip marks come from expert parallelism only, and cost ten more launches on an NPU
-        out = autograd.experts(x, ids, p, w, layer.act, flags, layer.alpha, layer.limit)
+        out = autograd.experts(x, ids, p, w, layer.act, flags, layer.alpha, layer.limit, lora)
     else:
         out = _composed(module, layer, x, ids, p, w)
     return out if hidden_states.dim() == 2 else out.view(hidden_states.shape)
@@ -215,20 +215,28 @@ def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> list[Tensor] | None:
-    """gates, ups, downs of all experts; None where a Linear is not plain: wrapped (PEFT), quantized, with bias or hooks."""
+def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> tuple[list[Tensor], tuple] | None:
+    """gates, ups, downs of all experts, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
+    plain: wrapped in something else than PEFT's LoRA, quantized, with bias or hooks."""
+    from . import peft  # which imports this module
+
     w: list[Tensor] = []
+    adapters = []
     modules = [e._modules for e in experts._modules.values()]
     for name in names:
         for m in modules:
-            linear = m.get(name)
+            linear, adapter = peft.look_through(m.get(name))
             if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
                 return None
             weight = linear._parameters.get("weight")
             if weight is None or linear._parameters.get("bias") is not None or weight.dtype not in ops.DTYPES:
                 return None
             w.append(weight)
-    return w
+            adapters.append(adapter)
+    if not any(adapters):
+        return w, ()
+    lora = peft.stack(adapters) if w[0].is_cpu else None  # other backends have adapters beside stacks only
+    return None if lora is None else (w, tuple(lora))
 
 
 def gated_activation(module: nn.Module) -> int | None:

@@ -29,7 +29,7 @@ NAME = "fusedmoe"
 # ---- v5: ExpertsInterface -----------------------------------------------------------------------------------------------
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = ()) -> Tensor:
     """The forward that transformers calls for every experts module whose implementation is "fusedmoe"."""
     layer = layers.layer_of(self)
     if layer.own:
@@ -37,7 +37,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         if own is None:
             raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
         return own(self, hidden_states, top_k_index, top_k_weights)
-    return layers.run(self, layer, hidden_states, top_k_index, top_k_weights)
+    return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
 
 
 def register(replace_default: bool = False) -> bool:
@@ -45,6 +45,9 @@ def register(replace_default: bool = False) -> bool:
 
     replace_default also puts it in the place of "grouped_mm" and "batched_mm", so that models use it without being told.
     """
+    from . import peft  # which imports this module
+
+    peft.register()
     try:
         from transformers.integrations import moe
     except ImportError:
@@ -103,7 +106,7 @@ class Bound:
 def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool) -> Any:
     """A sparse block whose experts are a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
     w = layers.list_weights(self.experts, layers.list_names(self.experts))
-    if w is None:  # an adapter or a quantizer came after us
+    if w is None:  # a quantizer, or an adapter that is not plain LoRA, came after us
         _refuse(self)
         return type(self).forward(self, hidden_states)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -112,7 +115,7 @@ def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair
     logits = self.gate(x)
     renormalize = bool(getattr(self, "norm_topk_prob", True))
     ids, p = autograd.route(logits, self.top_k, renormalize=renormalize)
-    out = autograd.experts(x, ids, p.to(x.dtype), w, act, ops.LIST)
+    out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1])
     shared = self._modules.get("shared_expert")
     if shared is not None:
         out = out + torch.sigmoid(self.shared_expert_gate(x)) * shared(x)
@@ -126,18 +129,19 @@ def list_moe(self: nn.Module, hidden_states: Tensor, topk_indices: Tensor, topk_
     if w is None:
         _refuse(self)
         return type(self).moe(self, hidden_states, topk_indices, topk_weights)
-    return autograd.experts(hidden_states, topk_indices, topk_weights, w, act, ops.LIST)
+    return autograd.experts(hidden_states, topk_indices, topk_weights, w[0], act, ops.LIST, lora=w[1])
 
 
-def stacked_forward(self: nn.Module, hidden_states: Tensor, routing_weights: Tensor, router_indices: Tensor, *, layer: Layer):
+def stacked_forward(self: nn.Module, hidden_states: Tensor, routing_weights: Tensor, router_indices: Tensor, *, layer: Layer,
+                    lora: tuple = ()):  # fmt: skip
     """Stacked experts of v4 that take the weights first, scattered over all experts: Qwen3-VL-MoE."""
-    return layers.run(self, layer, hidden_states, router_indices, routing_weights.gather(1, router_indices))
+    return layers.run(self, layer, hidden_states, router_indices, routing_weights.gather(1, router_indices), lora)
 
 
 def stacked_forward_ids_first(self: nn.Module, hidden_states: Tensor, router_indices: Tensor | None = None,
-                              routing_weights: Tensor | None = None, *, layer: Layer):  # fmt: skip
+                              routing_weights: Tensor | None = None, *, layer: Layer, lora: tuple = ()):  # fmt: skip
     """Stacked experts of v4 that take the ids first: gpt-oss."""
-    return stacked_forward(self, hidden_states, routing_weights, router_indices, layer=layer)
+    return stacked_forward(self, hidden_states, routing_weights, router_indices, layer=layer, lora=lora)
 
 
 def _refuse(module: nn.Module) -> None:
@@ -166,8 +170,8 @@ def _try_list_block(module: nn.Module) -> tuple[str, Callable, dict] | None:
     if w is None or act is None:
         _refuse(module)
         return None
-    E, H = len(module.experts), w[0].shape[1]
-    x = _probe(w[0], 6, H)
+    E, H = len(module.experts), w[0][0].shape[1]
+    x = _probe(w[0][0], 6, H)
     if callable(getattr(type(module), "moe", None)):
         k = min(2, E)
         ids = torch.arange(6 * k, device=x.device).view(6, k) % E

@@ -53,7 +53,7 @@ class CudaFusedMoEKernel(MoEKernel):
         problem = super().missing(model)
         if problem is None:
             try:  # a plan settles whether the backend is there and takes this device
-                ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 0, 64, 64, 2, 1)
+                ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 0, 64, 64, 2, k=1)
             except (RuntimeError, NotImplementedError) as error:
                 problem = f"CUDA is there, but fusedmoe cannot use it: {error}"
         return problem

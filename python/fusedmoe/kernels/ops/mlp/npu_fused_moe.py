@@ -71,7 +71,7 @@ class Qwen3NpuMoeFused:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(x)
         ids, p = route(logits, self.top_k, renormalize=bool(self.norm_topk_prob))
-        return experts(x, ids, p.to(x.dtype), w, act, ops.LIST).view(hidden_states.shape), logits
+        return experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1]).view(hidden_states.shape), logits
 
 
 def _mapping() -> dict[str, dict[str, Callable]]:

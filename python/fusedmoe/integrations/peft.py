@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters of PEFT on experts, computed in the grouped kernels: W + BA is never made.
+
+Stacked experts: PEFT wraps the module once per target parameter (``lora.ParamWrapper``), makes W + BA of all experts before
+each forward and the gradient of it after. `register` gives the wrapper a forward that hands the factors to fusedmoe instead.
+Separate Linears (transformers v4): `look_through` and `stack` find the factors of PEFT's Linear layers.
+
+What is not plain LoRA with one active adapter and no dropout stays PEFT's to compute, with one log line.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import layers, transformers
+
+Adapter = tuple[nn.Module, str] | None  # a LoRA layer and the name of its adapter
+Factors = tuple[Tensor, Tensor] | None
+
+
+def _layer_class(name: str) -> Any:
+    return getattr(sys.modules.get("peft.tuners.lora.layer"), name, None)
+
+
+def _active(lora: nn.Module) -> str | None:
+    """The adapter that a LoRA layer applies now, "" for none; None: PEFT should see to it."""
+    if lora.merged or lora.disable_adapters:
+        return None if lora.merged and lora.disable_adapters else ""  # both: PEFT unmerges first
+    names = [name for name in lora.active_adapters if name in lora.lora_A]
+    if len(names) != 1:
+        return None if names else ""
+    name = names[0]
+    dropout = lora.lora_dropout[name] if name in lora.lora_dropout else nn.Identity()
+    special = lora.use_dora.get(name) or name in getattr(lora, "lora_variant", ()) or lora.lora_B[name].bias is not None
+    return None if special or (dropout.training and getattr(dropout, "p", 0)) else name
+
+
+# ---- stacked experts ------------------------------------------------------------------------------------------------
+
+
+def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
+    """a [E,rank,in] and b [E,out,rank] of a stacked parameter, with the scale in one of them."""
+    A, B, E = lora.lora_A[name].weight, lora.lora_B[name].weight, lora.num_experts
+    a, b = A.view(E, -1, A.shape[1]) * lora.scaling[name], B.view(B.shape[0], -1, E).permute(2, 0, 1).contiguous()
+    # A belongs to the parameter's last dimension, or (always before PEFT 0.19) to the one before it
+    last = getattr(lora, "_did_swap_in_out_features", False)
+    return (a, b) if last != transposed else (b.transpose(1, 2), a.transpose(1, 2))
+
+
+def _layer(base: nn.Module) -> layers.Layer | None:
+    """The Layer of an experts module that runs on fusedmoe and can take adapters."""
+    bound, moe = vars(base).get("forward"), sys.modules.get("transformers.integrations.moe")
+    if isinstance(bound, transformers.Bound):
+        layer = bound.options.get("layer")
+    elif hasattr(base, "_apply_gate") and hasattr(base, "config") and hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
+        name = base.config._experts_implementation
+        ours = moe.ALL_EXPERTS_FUNCTIONS.get(name) is transformers.experts_forward
+        layer = layers.layer_of(base) if ours else None
+    else:
+        layer = None
+    return layer if layer and not layer.own and not layer.norm and layer.act is not None else None
+
+
+def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """ParamWrapper.forward; wrappers are nested, one a parameter."""
+    wrappers, base = {}, self
+    while isinstance(base, type(self)):
+        wrappers[base.parameter_name] = base, _active(base)
+        base = base.base_layer
+    layer = _layer(base)
+    if layer is None:
+        return self._fmoe_forward(x, *args, **kwargs)
+    names = "gate_up_proj" if layer.gate else "up_proj", "down_proj"
+    if any(name is None for _, name in wrappers.values()) or not wrappers.keys() <= {*names} or self.num_experts == 1:
+        layers.say_once(f"{type(base).__name__}: several adapters, or not plain LoRA: PEFT computes them")
+        return self._fmoe_forward(x, *args, **kwargs)
+    transposed = bool(layer.flags & layers.ops.TRANSPOSED)
+    found = [wrappers.get(name, (None, "")) for name in names]
+    lora = [_factors(wrapper, name, transposed) if name else None for wrapper, name in found]
+    return base(x, *args, **kwargs, lora=lora)
+
+
+def register() -> bool:
+    """Patch ParamWrapper. False where PEFT is not imported, or (before 0.17) has none."""
+    wrapper = _layer_class("ParamWrapper")
+    if wrapper is not None and not hasattr(wrapper, "_fmoe_forward"):
+        wrapper._fmoe_forward, wrapper.forward = wrapper.forward, _forward
+    return wrapper is not None
+
+
+# ---- experts that are Linear layers of their own ------------------------------------------------------------------------
+
+
+def look_through(module: Any) -> tuple[Any, Adapter]:
+    """The Linear inside PEFT's and its adapter, (module, None) where there is none; (None, None): PEFT should see to it."""
+    kind = _layer_class("Linear")
+    if kind is None or type(module) is not kind:
+        return module, None
+    name = None if module.fan_in_fan_out else _active(module)
+    return (None, None) if name is None else (module.base_layer, (module, name) if name else None)
+
+
+def stack(adapters: list[Adapter]) -> list[Factors] | None:
+    """The factors of W1 and W2 from the adapters of all gates, ups and downs; None where only some have one."""
+    E, found = len(adapters) // 3, []
+    for part in (adapters[: 2 * E], adapters[2 * E :]):
+        ranks = {lora.r[name] if lora else 0 for lora, name in (adapter or (None, "") for adapter in part)}
+        if len(ranks) > 1:
+            return None
+        if ranks == {0}:
+            found.append(None)
+            continue
+        a = torch.stack([lora.lora_A[name].weight * lora.scaling[name] for lora, name in part])
+        b = torch.stack([lora.lora_B[name].weight for lora, name in part])
+        if len(part) > E:  # gate and up have an A each: one below the other, and their B on the diagonal
+            rank = a.shape[1]
+            a = torch.cat((a[:E], a[E:]), 1)
+            b = torch.cat((nn.functional.pad(b[:E], (0, rank)), nn.functional.pad(b[E:], (rank, 0))), 1)
+        found.append((a, b))
+    return found

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA of PEFT on experts: what PEFT computes, without W + BA. Stacked parameters (both orientations) and Linear layers."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from common import V5, rel, step, tiny, train, worst
+
+import fusedmoe
+from fusedmoe import autograd, ops
+
+peft = pytest.importorskip("peft")
+RELEASE = tuple(int(n) for n in peft.__version__.split(".")[:2])
+UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+IDS = torch.arange(2 * 16).view(2, 16) * 7 % 40 + 3
+
+
+def adapted(model, alpha=24, names=("default",), **options):
+    """The model with adapters on its experts whose B is not zero."""
+    config = peft.LoraConfig(r=4, lora_alpha=alpha, **options)
+    model = peft.get_peft_model(model, config)
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    g = torch.Generator().manual_seed(11)
+    for name, p in model.named_parameters():
+        if "lora_" in name:
+            p.data = torch.randn(p.shape, generator=g, dtype=p.dtype) * 0.2
+    return model
+
+
+def counted(monkeypatch):
+    """How often adapters were computed by fusedmoe: (forward, backward)."""
+    calls = [0, 0]
+
+    def spy(op, *args):
+        calls[op is ops.experts_backward] += bool(args[-4 if op is ops.experts_backward else 5] & (ops.LORA1 | ops.LORA2))
+        return real(op, *args)
+
+    real = ops.call
+    monkeypatch.setattr(ops, "call", spy)
+    return calls
+
+
+def both(model, calls=None):
+    """A step of the adapted model on fusedmoe's experts, and on its own."""
+    want = step(copy.deepcopy(model), IDS)
+    fusedmoe.apply(model)
+    if calls:
+        calls[:] = 0, 0  # applying to v4 probes the layers
+    return step(model, IDS), want
+
+
+# ---- the layer itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("form", ["stacked", "transposed", "list", "interleaved"])
+def test_layer_is_the_merged_layer(dtype, form):
+    T, H, I, E, k = 9, 6, 5, 4, 2
+    flags = {"transposed": ops.TRANSPOSED, "list": ops.LIST, "interleaved": ops.INTERLEAVED}.get(form, 0)
+    w1, w2, x = torch.randn(E, 2 * I, H, dtype=dtype), torch.randn(E, H, I, dtype=dtype), torch.randn(T, H, dtype=dtype)
+    ids, p = torch.randint(E - 1, (T, k)), torch.rand(T, k, dtype=dtype)
+    shapes = (E, 3, H), (E, 2 * I, 3), (E, 1, I), (E, H, 1)
+    lora = [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes]
+    a1, b1, a2, b2 = lora
+
+    def stored(up, down):
+        if form == "list":
+            return [*up[:, :I], *up[:, I:], *down]
+        return [t.transpose(1, 2).contiguous() if form == "transposed" else t for t in (up, down)]
+
+    out = fusedmoe.experts(x, ids, p, stored(w1, w2), flags=flags, lora=((a1, b1), (a2, b2)))
+    want = fusedmoe.experts(x, ids, p, stored(w1 + b1 @ a1, w2 + b2 @ a2), flags=flags)
+    dout = torch.randn_like(out)
+    bound = 1e-12 if dtype == torch.float64 else 2e-6
+    assert rel(out, want) < bound
+    for got, grad in zip(torch.autograd.grad(out, lora, dout), torch.autograd.grad(want, lora, dout), strict=True):
+        assert rel(got, grad) < 2 * bound
+
+
+def test_gradcheck():
+    x, ids = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randint(4, (5, 2))  # id 3 = E skips
+    p = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    w = [torch.randn(3, 4, 3, dtype=torch.float64, requires_grad=True), torch.randn(3, 3, 2, dtype=torch.float64)]
+    lora = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((3, 2, 3), (3, 4, 2), (3, 1, 2), (3, 3, 1))]
+
+    def layer(x, p, w1, a1, b1, a2, b2):
+        return autograd.experts(x, ids, p, [w1, w[1]], flags=ops.SKIP_E, lora=((a1, b1), (a2, b2)))
+
+    assert torch.autograd.gradcheck(layer, (x, p, w[0], *lora))
+
+
+# ---- PEFT's ParamWrapper: stacked experts ---------------------------------------------------------------------------------
+
+stacked = pytest.mark.skipif(not V5 or RELEASE < (0, 17), reason="stacked experts of transformers v5, target_parameters of PEFT 0.17")
+
+
+@stacked
+@pytest.mark.parametrize("targets", [(UP, DOWN), (UP,), (DOWN,)])
+def test_stacked_as_peft(monkeypatch, targets):
+    model = adapted(tiny("Qwen3Moe"), target_parameters=list(targets), target_modules=[])
+    calls = counted(monkeypatch)
+    got, want = both(model, calls)
+    assert calls == [2, 2], "both layers through the kernels"
+    assert rel(got[0], want[0]) < 1e-6 and worst(got, want) < 1e-5
+
+
+@stacked
+@pytest.mark.parametrize("family", ["GptOss", "Mixtral", "Qwen3VLMoe"])  # transposed with bias and interleaved; and like Qwen
+def test_stacked_families(monkeypatch, family):
+    model = adapted(tiny(family), target_parameters=["experts.gate_up_proj", "experts.down_proj"], target_modules=[])
+    calls = counted(monkeypatch)
+    got, want = both(model, calls)
+    assert calls == [2, 2] and worst(got, want) < 3e-5
+
+
+@stacked
+def test_base_weights_trained_too(monkeypatch):
+    model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
+    for p in model.parameters():
+        p.requires_grad_(True)
+    got, want = both(model)
+    assert worst(got, want) < 1e-5
+
+
+@stacked
+def test_merged_and_unmerged_and_disabled(monkeypatch):
+    model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
+    plain = tiny("Qwen3Moe")(IDS).logits
+    fusedmoe.apply(model)
+    calls = counted(monkeypatch)
+    with torch.no_grad():
+        loose = model(IDS).logits
+        assert calls == [2, 0]
+        with model.disable_adapter():
+            assert rel(model(IDS).logits, plain) < 1e-5
+        assert rel(loose, plain) > 1e-2, "the adapter does something"
+        model.merge_adapter()
+        merged = model(IDS).logits
+        assert calls == [2, 0], "a merged adapter is in the weights"
+        model.unmerge_adapter()
+        again = model(IDS).logits
+        assert rel(model.merge_and_unload()(IDS).logits, loose) < 1e-5
+    assert rel(merged, loose) < 1e-5 and rel(again, loose) < 1e-5
+
+
+@stacked
+def test_scaling_is_pefts():
+    model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[], use_rslora=True)
+    got, want = both(model)
+    assert worst(got, want) < 1e-5
+
+
+@stacked
+@pytest.mark.skipif(RELEASE < (0, 19), reason="PEFT before 0.19 has one adapter on parameters")
+def test_several_adapters_are_pefts(monkeypatch, caplog):
+    model = adapted(tiny("Qwen3Moe"), names=("default", "second"), target_parameters=[UP, DOWN], target_modules=[])
+    calls = counted(monkeypatch)
+    model.base_model.set_adapter(["default", "second"])
+    with caplog.at_level(logging.WARNING, "fusedmoe"):
+        got, want = both(model, calls)
+    assert calls == [0, 0] and worst(got, want) < 1e-5
+    assert "several adapters" in caplog.text
+
+
+@stacked
+def test_training_and_checkpointing(monkeypatch):
+    model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
+    want = train(model, 20, lr=0.05)
+    fusedmoe.apply(model)
+    got = train(model, 20, lr=0.05)
+    assert max(abs(a - b) for a, b in zip(got, want, strict=True)) < 1e-4
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls = counted(monkeypatch)
+    assert worst(step(model.train(), IDS), step(model.eval(), IDS)) < 1e-6
+    assert calls[0] == 4 + 2 and calls[1] == 4
+
+
+@stacked
+def test_compiled():
+    model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
+    got, want = both(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert worst(step(compiled, IDS), (*want[:2], {"_orig_mod." + n: g for n, g in want[2].items()})) < 1e-5
+
+
+@stacked
+def test_bf16():
+    model = adapted(tiny("Qwen3Moe").bfloat16(), target_parameters=[UP, DOWN], target_modules=[])
+    exact = step(copy.deepcopy(model).double(), IDS)
+    got, want = both(model)
+    assert rel(got[1], exact[1]) < 1.5 * rel(want[1], exact[1]) + 1e-3
+    for name, grad in exact[2].items():
+        if "experts" in name:
+            assert rel(got[2][name], grad) < 2 * rel(want[2][name], grad) + 1e-2, name
+
+
+# ---- PEFT's Linear: experts as modules of their own (v4) ------------------------------------------------------------------
+
+separate = pytest.mark.skipif(V5, reason="separate Linears are transformers v4's")
+ALL = [r"gate_proj", r"up_proj", r"down_proj"]
+
+
+@separate
+@pytest.mark.parametrize("targets", [ALL, ["down_proj"], ["gate_proj", "up_proj"]])
+def test_linears_as_peft(monkeypatch, targets):
+    model = adapted(tiny("Qwen3Moe"), target_modules=targets)
+    calls = counted(monkeypatch)
+    got, want = both(model, calls)
+    assert calls == [2, 2] and worst(got, want) < 3e-5
+
+
+@separate
+def test_linears_patched_before_the_adapter(monkeypatch):
+    want = step(adapted(tiny("Qwen3Moe"), target_modules=ALL), IDS)
+    model = adapted(fusedmoe.apply(tiny("Qwen3Moe")), target_modules=ALL)
+    calls = counted(monkeypatch)
+    assert worst(step(model, IDS), want) < 3e-5 and calls == [2, 2]
+    with torch.no_grad():
+        loose = model(IDS).logits
+        model.merge_adapter()
+        assert rel(model(IDS).logits, loose) < 1e-5
+
+
+@separate
+def test_stacked_of_v4(monkeypatch):
+    model = adapted(tiny("Qwen3VLMoe"), target_parameters=["experts.gate_up_proj", "experts.down_proj"], target_modules=[])
+    calls = counted(monkeypatch)
+    got, want = both(model, calls)
+    assert calls == [2, 2] and worst(got, want) < 3e-5
+
+
+@separate
+@pytest.mark.parametrize("options", [dict(lora_dropout=0.1), dict(use_dora=True), dict(target_modules=["gate_proj"])])
+def test_linears_left_to_peft(monkeypatch, caplog, options):
+    model = adapted(tiny("Qwen3Moe"), **{"target_modules": ALL, **options})
+    calls = counted(monkeypatch)
+    with caplog.at_level(logging.WARNING, "fusedmoe"):
+        fusedmoe.apply(model)
+        calls[:] = 0, 0
+        step(model.train(), IDS)
+    assert calls == [0, 0] and "Qwen3MoeSparseMoeBlock" in caplog.text and "own forward" in caplog.text

@@ -30,6 +30,9 @@ FAMILIES = {
     "Qwen3Moe": {}, "Qwen2Moe": dict(shared_expert_intermediate_size=24), "Mixtral": {}, "Olmoe": {}, "GptOss": {},
     "DeepseekV3": dict(MLA, head_dim=16), "DeepseekV2": dict(MLA, head_dim=16, topk_method="greedy"),
     "Glm4Moe": dict(first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1, n_shared_experts=1),
+    "GraniteMoe": {}, "Aria": {}, "Llama4": dict(intermediate_size_mlp=48, interleave_moe_layer_step=1, num_experts_per_tok=1),
+    "JetMoe": dict(num_layers=2, num_attention_heads=2, kv_channels=16, num_key_value_heads=1),
+    "LongcatFlash": dict(MLA, head_dim=16, num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=3),
 }  # fmt: skip
 
 
@@ -44,8 +47,9 @@ def tiny(family: str, **extra):
         config = transformers.Qwen3VLMoeConfig(text_config={**text, **extra}, vision_config=vision)
         model = transformers.Qwen3VLMoeForConditionalGeneration(config)
     else:
-        config = getattr(transformers, family + "Config")(**{**TEXT, **FAMILIES[family], **extra})
-        model = getattr(transformers, family + "ForCausalLM")(config)
+        parts = {"Llama4": ("TextConfig", "ForCausalLM"), "Aria": ("TextConfig", "TextForCausalLM")}.get(family, ("Config", "ForCausalLM"))
+        config, model = (getattr(transformers, family + part) for part in parts)
+        model = model(config(**{**TEXT, **FAMILIES[family], **extra}))
     for p in model.parameters():
         if p.dim() > 1:
             torch.nn.init.normal_(p, std=0.08)

@@ -167,9 +167,9 @@ def test_from_pretrained_and_saving(tmp_path):
 
 
 @pytest.mark.skipif(not V5, reason="v5")
-def test_v5_forward_is_not_patched():
+def test_v5_experts_are_not_patched():
     model = fusedmoe.apply(tiny("Qwen3Moe"))
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "_apply_gate"))
 
 
 @pytest.mark.skipif(V5, reason="v4")

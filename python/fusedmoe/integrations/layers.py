@@ -39,6 +39,7 @@ class Layer(NamedTuple):
     gate: bool = True
     bias: bool = False
     norm: bool = False
+    identity: bool = False  # experts from E on hand back what they read (LongCat-Flash)
     own: bool = False
     attributes: int = 0  # how many the module had when it was looked at
     watched: tuple[tuple[str, Any], ...] = ()  # what the activation was read from
@@ -125,7 +126,8 @@ def look_at(module: nn.Module) -> Layer:
     except AttributeError:
         supported = False
     if not supported:
-        say_once(f"{name} has no stacked weights of a dtype that fusedmoe computes: it keeps its own forward")
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+        say_once(f"{name}: its weights are quantized or not stacked ({', '.join(kinds)}): it keeps its own forward")
         return Layer(own=True)
     bias, norm = own.get("has_bias", False), own.get("has_post_expert_norm", False)
     flags = ops.SKIP_E | (ops.TRANSPOSED if own.get("is_transposed", False) else 0) | (ops.BIAS if bias else 0)
@@ -149,6 +151,11 @@ def look_at(module: nn.Module) -> Layer:
     return layer
 
 
+def is_v5_experts(module: nn.Module) -> bool:
+    """Whether transformers' decorator made this module's forward one that asks ExpertsInterface."""
+    return hasattr(type(module).forward, "__wrapped__") and hasattr(module, "_apply_gate") and hasattr(module, "config")
+
+
 def layer_of(module: nn.Module) -> Layer:
     """The remembered Layer, looked at again when the module has changed."""
     layer = vars(module).get("_fmoe_layer")
@@ -163,22 +170,34 @@ def layer_of(module: nn.Module) -> Layer:
     return layer
 
 
-def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = ()) -> Tensor:
+def stacked_weights(module: nn.Module, layer: Layer) -> list[Tensor]:
+    """[w1, w2] or [w1, w2, b1, b2] of a module, as ``fusedmoe.ops`` has them."""
+    up = "gate_up_proj" if layer.gate else "up_proj"
+    w = [getattr(module, up), module.down_proj]
+    if layer.identity:
+        w[0] = w[0][: len(w[1])]
+    return [*w, getattr(module, up + "_bias"), module.down_proj_bias] if layer.bias else w
+
+
+def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),
+        w: Sequence[Tensor] | None = None) -> Tensor:  # fmt: skip
     """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E]); lora as in ``autograd.experts``."""
-    up, down = (module.gate_up_proj if layer.gate else module.up_proj), module.down_proj
-    w = [up, down]
-    if layer.bias:
-        w += [module.gate_up_proj_bias if layer.gate else module.up_proj_bias, module.down_proj_bias]
+    w = stacked_weights(module, layer) if w is None else w
     x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     if p.shape[1] != ids.shape[1]:  # scattered over all experts, as transformers 5.0 does
         p = p.gather(1, ids)
+    kept = None
+    if layer.identity:
+        E = ops.layer_sizes(w, layer.act or 0, layer.flags)[2]
+        kept, ids = x * (p * (ids >= E)).sum(1, keepdim=True).to(x.dtype), ids.clamp(max=E)
     if layer.act is not None and not layer.norm:
         flags = layer.flags
-        if x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
+        if kept is None and x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
             flags &= ~ops.SKIP_E  # skip marks come from expert parallelism only, and cost ten more launches on an NPU
         out = autograd.experts(x, ids, p, w, layer.act, flags, layer.alpha, layer.limit, lora)
     else:
         out = _composed(module, layer, x, ids, p, w)
+    out = out if kept is None else out + kept
     return out if hidden_states.dim() == 2 else out.view(hidden_states.shape)
 
 
@@ -215,15 +234,15 @@ def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> tuple[list[Tensor], tuple] | None:
+def list_weights(experts: nn.Module) -> tuple[list[Tensor], tuple] | None:
     """gates, ups, downs of all experts, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
     plain: wrapped in something else than PEFT's LoRA, quantized, with bias or hooks."""
     from . import peft  # which imports this module
 
     w: list[Tensor] = []
     adapters = []
-    modules = [e._modules for e in experts._modules.values()]
-    for name in names:
+    modules = [e._modules for e in experts._modules.values() if type(e) is not nn.Identity]
+    for name in list_names(experts) or ("",):
         for m in modules:
             linear, adapter = peft.look_through(m.get(name))
             if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
@@ -241,7 +260,7 @@ def list_weights(experts: nn.ModuleList, names: tuple[str, str, str]) -> tuple[l
 
 def gated_activation(module: nn.Module) -> int | None:
     """The code of act(gate) * up for a module with act_fn; None: not one of ours."""
-    fn = getattr(module, "act_fn", None)
+    fn = getattr(module, "act_fn", getattr(module, "activation_fn", None))
     name = activation_name(fn)
     if name not in _GATED and callable(fn):
         found = activation_by_result(fn, False, 8, module)

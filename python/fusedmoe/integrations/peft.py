@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import layers, transformers
+from . import layers, seams, transformers
 
 Adapter = tuple[nn.Module, str] | None  # a LoRA layer and the name of its adapter
 Factors = tuple[Tensor, Tensor] | None
@@ -54,7 +54,7 @@ def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
 def _layer(base: nn.Module) -> layers.Layer | None:
     """The Layer of an experts module that runs on fusedmoe and can take adapters."""
     bound, moe = vars(base).get("forward"), sys.modules.get("transformers.integrations.moe")
-    if isinstance(bound, transformers.Bound):
+    if isinstance(bound, seams.Bound):
         layer = bound.options.get("layer")
     elif hasattr(base, "_apply_gate") and hasattr(base, "config") and hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
         name = base.config._experts_implementation
@@ -62,7 +62,7 @@ def _layer(base: nn.Module) -> layers.Layer | None:
         layer = layers.layer_of(base) if ours else None
     else:
         layer = None
-    return layer if layer and not layer.own and not layer.norm and layer.act is not None else None
+    return layer if layer and not (layer.own or layer.norm or layer.identity) and layer.act is not None else None
 
 
 def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:

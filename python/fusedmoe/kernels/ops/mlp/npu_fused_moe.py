@@ -60,9 +60,8 @@ class Qwen3NpuMoeFused:
     @staticmethod
     def qwen3moe_sparse_moe_block_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(B,S,H) -> (states, router logits (T,E))."""
-        names = layers.list_names(self.experts)
-        w = layers.list_weights(self.experts, names) if names else None
-        act = layers.gated_activation(self.experts[0]) if names else None
+        w = layers.list_weights(self.experts)
+        act = None if w is None else layers.gated_activation(self.experts[0])
         if w is None or act is None:
             raise ValueError(
                 f"{type(self).__name__}: the experts' Linear layers are wrapped, quantized or have a bias, or their activation is "

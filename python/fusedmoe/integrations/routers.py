@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers: one call of `route` for softmax or sigmoid, groups, top-k and normalisation.
+
+A router is still a module that is called and returns what it returned, so router logits, auxiliary losses and hooks go on
+working. Its rule is found by result: a copy of it with random weights and biases runs on random tokens, in training and not, and
+values and gradients must be those of a rule that the C library has; dtypes and bits of the logits must be the same in bfloat16
+and under autocast.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import product
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import autograd
+from .layers import logger
+
+TOKENS = 64
+LOGITS, WEIGHTS, IDS = range(3)
+
+
+def forward(self: nn.Module, hidden_states: Tensor, *given: Tensor, linear: str, exact: bool, autocast: bool, wide: bool, like: int,
+            order: tuple[int, ...], bias: str, rule: dict[str, Any]) -> tuple[Tensor, ...]:  # fmt: skip
+    """linear: who has the weight ("": the router); exact: the matmul is in float32; autocast: it may be turned down; wide: logits
+    leave in float32; like: weights leave in the dtype of the logits, of the hidden states, or in float32; bias: what selects."""
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    owner = self._modules[linear] if linear else self
+    with nullcontext() if autocast else torch.autocast(x.device.type, enabled=False):
+        w, b = owner.weight, owner._parameters.get("bias")
+        if exact:
+            logits = F.linear(x.float(), w.float(), None if b is None else b.float())
+        else:
+            logits = owner(x.to(w.dtype)) if linear else F.linear(x.to(w.dtype), w, b)
+    select = given[0] if given else attrgetter(bias)(self).view(-1) if bias else None
+    ids, p = autograd.route(logits, select_bias=select, **rule)
+    p = p if like == 2 else p.to((logits, hidden_states)[like].dtype)
+    results = (logits.float() if wide else logits, p, ids)
+    return tuple(results[kind] for kind in order)
+
+
+def per_expert(module: nn.Module, E: int) -> list[str]:
+    """Names of what a module has one number an expert of."""
+    return [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.numel() == E]
+
+
+def _rules(module: nn.Module, k: int) -> Iterator[dict[str, Any]]:
+    numbers = {n: v for n, v in vars(module).items() if type(v) in (int, float)}
+    groups, best = numbers.get("num_group", numbers.get("n_group", 0)), numbers.get("topk_group", 1)
+    limits = [{}, *(dict(groups=groups, topk_groups=best, group_score=s, excluded_zero=z) for s in (0, 1) for z in (False, True))]
+    scales = {1.0, 1.0 / k, *(float(v) for n, v in numbers.items() if "scal" in n)}
+    for score, renormalize, limit, scale in product(range(4), (False, True), limits if groups > 1 else limits[:1], sorted(scales)):
+        yield dict(k=k, score=score, renormalize=renormalize, eps=1e-20 if renormalize else 0.0, scale=scale, **limit)
+
+
+def _step(call: Callable, twin: nn.Module, x: Tensor, given: list[Tensor], order: tuple[int, ...], training: bool) -> list[Tensor]:
+    """Logits (if given), ids, weights in the order of the ids, and the gradients of x and the twin's parameters."""
+    x, twin.training = x.detach().requires_grad_(), training
+    results = dict(zip(order, call(twin, x, *given)))
+    ids, by_id = results[IDS].sort(1)
+    p = results[WEIGHTS].gather(1, by_id)
+    loss = (p * torch.randn(p.shape, generator=torch.Generator().manual_seed(5))).sum()
+    grads = torch.autograd.grad(loss, [x, *twin.parameters()], allow_unused=True, materialize_grads=True)
+    return [results.get(LOGITS, p), p, ids, *grads]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(u.dtype == v.dtype and u.shape == v.shape and (u - v).double().norm() <= 1e-4 * v.double().norm() for u, v in zip(a, b))
+
+
+@torch.no_grad()
+def _same_types(own: Callable, twin: nn.Module, x: Tensor, given: list[Tensor], options: dict) -> bool:
+    for module, x, autocast in ((copy.deepcopy(twin).bfloat16(), x.bfloat16(), False), (twin, x, True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            a, b = own(module, x, *given), forward(module, x, *given, **options)
+        if not all(u.dtype == v.dtype and (kind != LOGITS or torch.equal(u, v)) for kind, u, v in zip(options["order"], a, b)):
+            return False
+    return True
+
+
+@torch.enable_grad()
+def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
+    """The seam of a router whose rule the C library has; None: not a router, or one with a rule of its own."""
+    linears = [n for n, m in module._modules.items() if type(m) is nn.Linear]
+    if not hasattr(module, "top_k") or "experts" in module._modules or ("weight" in module._parameters) + len(linears) != 1:
+        return None
+    own, linear = type(module).forward, linears[0] if linears else ""
+    names = list(inspect.signature(own).parameters)[2:]
+    twin = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_()
+    E, H = (twin._modules[linear] if linear else twin).weight.shape
+    g = torch.Generator().manual_seed(3)
+    for t in (*twin.parameters(), *twin.buffers()):
+        t.data.normal_(0, 0.3 if t.numel() == E else 2 * H**-0.5, generator=g)
+    given = [torch.randn(E, generator=g) * 0.3 for n in names if n.endswith("bias")]
+    for x in (torch.randn(TOKENS, H, generator=g), torch.randn(1, TOKENS, H, generator=g)):
+        try:
+            results = own(twin, x, *given)
+            break
+        except (RuntimeError, ValueError):  # it wants another number of dimensions
+            continue
+    results = results if isinstance(results, tuple) and all(isinstance(t, Tensor) for t in results) else ()
+    order = tuple(IDS if not t.is_floating_point() else LOGITS if t.shape == (TOKENS, E) else WEIGHTS for t in results)
+    if sorted(order) in ([LOGITS, WEIGHTS, IDS], [WEIGHTS, IDS]):
+        k = results[order.index(IDS)].shape[1]
+        want = [_step(own, twin, x, given, order, training) for training in (False, True)]
+        biases = [""] if given else ["", *(n for n in per_expert(twin, E) if n not in ("bias", linear + ".bias"))]
+        for rule, bias in product(_rules(module, k), biases):
+            options = dict(linear=linear, exact=True, autocast=True, wide=False, like=2, order=order, bias=bias, rule=rule)
+            ours = lambda twin, *args, options=options: forward(twin, *args, **options)  # noqa: E731
+            if all(_same(_step(ours, twin, x, given, order, training), w) for training, w in zip((False, True), want)):
+                for exact, autocast, wide, like in product((False, True), (True, False), (False, True), range(3)):
+                    options |= dict(exact=exact, autocast=autocast, wide=wide, like=like)
+                    if _same_types(own, twin, x, given, options):
+                        return "forward", forward, options
+    logger.info("%s: its routing rule is not one of fusedmoe's; it stays as it is", type(module).__name__)
+    return None

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Modules that transformers gives no interface to, patched by their structure: v4's blocks and v5's undecorated experts.
+
+A seam is a function in the place of a module's forward (or of its method `moe`). It is put there after it has given what the
+module's own gives on six random tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import chain, product
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import autograd, ops
+from . import layers, routers
+from .layers import Layer, say_once
+
+TOKENS = 6
+Candidate = tuple[str, Callable, dict[str, Any], dict[str, Any]]  # where, function, its options, arguments to try it with
+
+
+class Bound:
+    """A function bound to a module, in the place of its forward. Unlike a bound method it can be pickled."""
+
+    def __init__(self, function: Callable, module: nn.Module, previous: Any = None, **options: Any) -> None:
+        self.__func__ = function
+        self.__self__ = module
+        self.previous = previous  # what an unpatch puts back; None: the class's own
+        self.options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs, **self.options)
+
+
+def _refuse(module: nn.Module) -> None:
+    say_once(f"{type(module).__name__}: its experts' Linear layers are wrapped (an adapter), quantized, offloaded or have a bias: "
+             "fusedmoe leaves it to its own forward")  # fmt: skip
+
+
+def _random(like: Tensor, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(like.device, like.dtype)
+
+
+def _names(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)[1:]
+
+
+# ---- experts that are told ids and routing weights ------------------------------------------------------------------------
+
+IDS = ("top_k_index", "router_indices", "topk_indices", "topk_ids", "top_experts")
+WEIGHTS = ("top_k_weights", "routing_weights", "topk_weights", "topk_weight", "top_weights")
+
+
+def _list_weights(module: nn.Module) -> tuple[list[Tensor], tuple] | None:
+    return layers.list_weights(module.experts)
+
+
+def _flat_weights(module: nn.Module) -> tuple[list[Tensor], tuple] | None:
+    """DBRX: gates, ups and downs of all experts under one another, downs transposed."""
+    m = module.mlp
+    if list(m._parameters) != ["w1", "v1", "w2"]:
+        return None
+    gate, up, down = (w.view(m.moe_num_experts, -1, w.shape[1]) for w in (m.w1, m.v1, m.w2))
+    return [*gate, *up, *down.transpose(1, 2)], ()
+
+
+def given_forward(self: nn.Module, *args: Any, names: list[str], scattered: bool, layer: Layer, read: Callable | None, slot: str,
+                  lora: tuple = (), **kwargs: Any) -> Tensor:  # fmt: skip
+    """names: the arguments in order, among them the hidden states (first), the ids and the routing weights, which may be scattered
+    over all experts; read: what gives the list of weights."""
+    given = {**dict(zip(names, args)), **kwargs}
+    found = read(self) if read else (None, lora)
+    if found is None:  # a quantizer, or an adapter that is not plain LoRA, came after us
+        _refuse(self)
+        return getattr(type(self), slot)(self, **given)
+    ids, p = (next(given[n] for n in known if n in given) for known in (IDS, WEIGHTS))
+    return layers.run(self, layer, given[names[0]], ids, p.gather(1, ids) if scattered else p, found[1], found[0])
+
+
+def _given(module: nn.Module) -> Iterator[Candidate]:
+    slot = "moe" if callable(getattr(type(module), "moe", None)) else "forward"
+    names, read = _names(getattr(type(module), slot)), None
+    if not set(IDS) & set(names) or not set(WEIGHTS) & set(names):
+        return
+    if "gate_up_proj" in module._parameters:
+        E, H, found = _stacked(module)
+    else:
+        read, owner = (_list_weights, module.experts[0]) if "experts" in module._modules else (_flat_weights, module.mlp)
+        w, act = read(module), layers.gated_activation(owner)
+        if w is None or act is None:
+            return _refuse(module)
+        E, H = len(w[0]) // 3, w[0][0].shape[1]
+        found = [Layer(act, ops.LIST | ops.SKIP_E, identity=read is _list_weights and len(module.experts) > E)]
+    total = E + 2 * found[0].identity
+    x = _random(next(module.parameters()), 1, TOKENS, H) * 4
+    ids = (torch.arange(2 * TOKENS, device=x.device) % total).view(TOKENS, 2)
+    few = _random(x, TOKENS, 2).abs()
+    many = few.new_zeros(TOKENS, total).scatter_(1, ids, few)  # over all experts, as v4's stacked ones want it
+    for x, p, layer in product((x[0], x), (few, many), found):
+        arguments = {n: x if n == names[0] else ids if n in IDS else p for n in names}
+        yield slot, given_forward, dict(names=names, scattered=p is many, layer=layer, read=read, slot=slot), arguments
+
+
+def _stacked(module: nn.Module) -> tuple[int, int, list[Layer]]:
+    """E, H and what stacked experts may compute."""
+    (total, a, b), (E, c, d) = module.gate_up_proj.shape, module.down_proj.shape
+    flags, H = (ops.TRANSPOSED, a) if (b, a) == (2 * c, d) else (0, b)
+    bias = module._parameters.get("gate_up_proj_bias") is not None
+    base = Layer(None, flags | ops.SKIP_E | ops.BIAS * bias, bias=bias, identity=total > E)
+    act = layers.gated_activation(module)
+    if hasattr(module, "_apply_gate"):
+        found = [layers.activation_by_result(module._apply_gate, True, int(c if flags else d), module) or (None, 0, 0.0, 0.0)]
+    else:
+        alpha, limit = (float(getattr(module, n, 0.0)) for n in ("alpha", "limit"))
+        acts = (ops.SWIGLU_OAI, ops.SWIGLU_CLAMP) if act is None else (act,)
+        found = [(act, interleaved, alpha, limit) for act in acts for interleaved in (0, ops.INTERLEAVED)]
+    return E, H, [base._replace(act=act, flags=base.flags | more, alpha=alpha, limit=limit) for act, more, alpha, limit in found]
+
+
+# ---- whole blocks -----------------------------------------------------------------------------------------------------------
+
+
+def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, renormalize: bool, bias: str) -> Any:
+    """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
+    w = layers.list_weights(self.experts)
+    if w is None:
+        _refuse(self)
+        return type(self).forward(self, hidden_states)
+    if self.training and getattr(self, "jitter_noise", 0):
+        hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
+    x, m = hidden_states.reshape(-1, hidden_states.shape[-1]), self._modules
+    logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).reshape(x.shape[0], -1)
+    select = attrgetter(bias)(self).view(-1) if bias else None
+    ids, p = autograd.route(logits, self.top_k, renormalize=renormalize, select_bias=select)
+    out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1])
+    shared = m.get("shared_expert") or m.get("shared_mlp") or m.get("shared_experts")
+    if shared is not None:
+        out = out + (torch.sigmoid(m["shared_expert_gate"](x)) * shared(x) if "shared_expert_gate" in m else shared(x))
+    out = out.view(hidden_states.shape)
+    return (out, logits) if pair else out
+
+
+def scaled_input_forward(self: nn.Module, hidden_states: Tensor, *, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Llama 4: the score scales what the expert reads, not what it gives. Experts that were not chosen would read zeros."""
+    if "gate_up_proj" not in self.experts._parameters:  # an adapter or a quantizer came after us
+        _refuse(self)
+        return type(self).forward(self, hidden_states)
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, logits = self.router(x)
+    p, ids = scores.topk(self.top_k, dim=1)
+    rows = (x[:, None] * p[..., None]).flatten(0, 1)
+    out = layers.run(self.experts, layer, rows, ids.view(-1, 1), rows.new_ones(len(rows), 1))
+    return self.shared_expert(x) + out.view(*ids.shape, -1).sum(1), logits
+
+
+def _block(module: nn.Module) -> Iterator[Candidate]:
+    experts, gate = module._modules.get("experts"), next((n for n in ("gate", "router") if n in module._modules), None)
+    names = _names(type(module).forward)
+    if experts is None or gate is None or not hasattr(module, "top_k"):
+        return
+    if layers.list_names(experts):
+        w, act = layers.list_weights(experts), layers.gated_activation(experts[0])
+        if w is None or act is None:
+            return _refuse(module)
+        biases = [n for n in routers.per_expert(module, len(experts)) if not n.startswith((gate, "experts."))]
+        for renormalize, pair, bias in product((True, False), (True, False), ("", *biases)):
+            options = dict(act=act, pair=pair, gate=gate, renormalize=renormalize, bias=bias)
+            yield "forward", list_block_forward, options, {names[0]: _random(w[0][0], 1, TOKENS, w[0][0].shape[1])}
+    elif "gate_up_proj" in experts._parameters and len(_names(type(experts).forward)) == 1:
+        for layer in _stacked(experts)[2]:
+            yield "forward", scaled_input_forward, dict(layer=layer), {names[0]: _random(experts.down_proj, 1, TOKENS, _stacked(experts)[1])}
+
+
+# ---- one grouped matmul: ParallelExperts of JetMoE and of Granite before 5.13, Aria before 5.22 ----------------------------------
+
+
+def grouped_linear_forward(self: nn.Module, *args: Any, transposed: bool, **kwargs: Any) -> Tensor:
+    """Two arguments, under any names: rows sorted by expert, and how many each expert has."""
+    inputs, sizes = *args, *kwargs.values()
+    return autograd.GmmFunction.apply(inputs, self.weight.transpose(1, 2) if transposed else self.weight, sizes)
+
+
+def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
+    names = _names(type(module).forward)
+    if list(module._parameters) != ["weight"] or module.weight.dim() != 3 or names[1:] not in (["expert_size"], ["tokens_per_expert"]):
+        return
+    sizes = [TOKENS, *[0] * (len(module.weight) - 2), 2]
+    for transposed in (True, False):
+        x = _random(module.weight, sum(sizes), module.weight.shape[2 if transposed else 1])
+        arguments = {names[0]: x, names[1]: sizes if names[1] == "expert_size" else torch.tensor(sizes)}
+        yield "forward", grouped_linear_forward, dict(transposed=transposed), arguments
+
+
+# ---- finding and putting ------------------------------------------------------------------------------------------------------
+
+
+def _close(a: Any, b: Any) -> bool:
+    a, b = (t if isinstance(t, tuple) else (t,) for t in (a, b))
+    limits = [{torch.float64: 1e-9, torch.float32: 1e-4}.get(v.dtype, 3e-2) * v.double().norm() for v in b]
+    return len(a) == len(b) and all(
+        u.shape == v.shape and 0 < limit and (u.double() - v.double()).norm() <= limit for u, v, limit in zip(a, b, limits)
+    )
+
+
+@torch.no_grad()
+def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
+    """Where to put which function with which options; None: not, or not provably, ours."""
+    modes, tried = [(m, m.training) for m in module.modules()], False
+    module.eval()
+    try:
+        for slot, function, options, arguments in chain(_given(module), _block(module), _grouped_linear(module)):
+            tried = True
+            try:
+                want = getattr(type(module), slot)(module, **arguments)
+            except (RuntimeError, IndexError, ValueError):  # it wants these arguments in another shape
+                continue
+            if _close(function(module, *arguments.values(), **options), want):
+                return slot, function, options
+        if not tried:
+            return routers.find(module)
+        say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
+    except Exception as problem:
+        say_once(f"{type(module).__name__} is left as it is: {problem}")
+    finally:
+        for m, training in modes:
+            m.training = training
+    return None
+
+
+def patch(model: nn.Module) -> int:
+    """Put seams into model. Returns how many of its MoE layers run on fusedmoe by them."""
+    count, found = 0.0, {}
+    for module in list(model.modules()):
+        bound = next((v for v in vars(module).values() if isinstance(v, Bound)), None)
+        if bound is None and not layers.is_v5_experts(module):
+            simple = ((n, v) for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training"))
+            key = (type(module), *simple)
+            if key not in found:
+                found[key] = find(module)
+            bound = found[key] and _put(module, *found[key])
+        if bound is not None:  # two grouped matmuls make a layer
+            count += {routers.forward: 0, grouped_linear_forward: 0.5}.get(bound.__func__, 1)
+    return int(count)
+
+
+def _put(module: nn.Module, slot: str, function: Callable, options: dict) -> Bound | None:
+    slot = "_old_forward" if slot == "forward" and "_old_forward" in vars(module) else slot  # accelerate's hook is in forward, and calls this
+    previous = vars(module).get(slot)
+    if slot == "forward" and previous is not None and getattr(previous, "__func__", None) is not type(module).forward:
+        return say_once(f"{type(module).__name__} has a forward on the instance (tensor parallelism, a hook): fusedmoe leaves it alone")
+    setattr(module, slot, Bound(function, module, previous, **options))
+    return vars(module)[slot]
+
+
+def unpatch(model: nn.Module) -> None:
+    """Take every seam out again."""
+    for module in model.modules():
+        vars(module).pop("_fmoe_layer", None)
+        for slot, bound in [*vars(module).items()]:
+            if isinstance(bound, Bound):
+                delattr(module, slot)
+                if bound.previous is not None:
+                    setattr(module, slot, bound.previous)

@@ -31,6 +31,8 @@ FAMILIES = {
     "DeepseekV3": dict(MLA, head_dim=16), "DeepseekV2": dict(MLA, head_dim=16, topk_method="greedy"),
     "Glm4Moe": dict(first_k_dense_replace=0, n_routed_experts=8, n_group=1, topk_group=1, n_shared_experts=1),
     "GraniteMoe": {}, "Aria": {}, "Llama4": dict(intermediate_size_mlp=48, interleave_moe_layer_step=1, num_experts_per_tok=1),
+    "NemotronH": dict(n_routed_experts=8, n_shared_experts=1, n_group=1, topk_group=1, moe_shared_expert_intermediate_size=16,
+                      layers_block_type=["attention", "moe"], mamba_num_heads=4, mamba_head_dim=16),
     "JetMoe": dict(num_layers=2, num_attention_heads=2, kv_channels=16, num_key_value_heads=1),
     "LongcatFlash": dict(MLA, head_dim=16, num_layers=2, ffn_hidden_size=48, expert_ffn_hidden_size=16, moe_topk=2, zero_expert_num=3),
 }  # fmt: skip

@@ -31,8 +31,8 @@ V5 = int(VERSION.split(".")[0]) >= 5
 MODELS = Path(transformers.__file__).parent / "models"
 E, H, I, T = 8, 32, 12, 64
 SIZES = dict(
-    hidden_size=H, d_model=H, moe_hidden_size=H, intermediate_size=2 * I, moe_intermediate_size=I, expert_ffn_hidden_size=I,
-    ffn_hidden_size=I, num_experts=E, num_local_experts=E, n_routed_experts=E, moe_num_experts=E, num_experts_per_tok=2, moe_topk=2,
+    ffn_hidden_size=I, hidden_size=H, d_model=H, moe_hidden_size=H, intermediate_size=2 * I, moe_intermediate_size=I,
+    expert_ffn_hidden_size=I, num_experts=E, num_local_experts=E, n_routed_experts=E, moe_num_experts=E, num_experts_per_tok=2, moe_topk=2,
     moe_top_k=2, moe_k=2, top_k=2, top_k_experts=2, shared_expert_intermediate_size=I, n_shared_experts=1, num_shared_experts=1,
     moe_num_shared_experts=1, shared_intermediate_size=I, zero_expert_num=3, kv_channels=8, num_key_value_heads=2,
     num_attention_heads=4, moe_latent_size=None, swiglu_limit=1.0, num_hidden_layers=2,

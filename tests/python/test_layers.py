@@ -17,6 +17,7 @@ import table
 from common import V5, rel, step, tiny
 from fusedmoe.integrations import layers, routers, seams
 
+NEW = Version(transformers.__version__) >= Version("5.13")  # routers return logits, weights and ids since then
 CLASSES = table.classes()
 LISTED = table.listed(ROOT / "docs/models.md")
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
@@ -27,7 +28,7 @@ def test_every_layer(directory):
     for row in table.rows(directory, CLASSES[directory], half=False):
         assert max(row.get("f32", [0])) <= 2e-6, row
         assert row["experts"] != "left alone" or directory in table.NOTES, row
-        assert row["router"] == "fused" or directory in table.NOTES or not V5 or Version(transformers.__version__) < Version("5.13"), row
+        assert row["router"] == "fused" or directory in table.NOTES or not NEW, row
 
 
 def test_every_class_was_looked_at():
@@ -96,7 +97,7 @@ def test_a_forward_on_the_instance_is_left_alone(caplog):
 
 # ---- routers: still called, still telling ------------------------------------------------------------------------------------
 
-ROUTED = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "GraniteMoe", *(["JetMoe"] if V5 else [])]
+ROUTED = ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", *(["GraniteMoe", "JetMoe"] if NEW else [])]
 
 
 @pytest.mark.parametrize("family", ROUTED)
@@ -112,7 +113,7 @@ def test_auxiliary_loss(family):
     assert names and max(rel(got[2][n], want[2][n]) for n in names) < 1e-4
 
 
-@pytest.mark.skipif(not V5, reason="v5")
+@pytest.mark.skipif(not NEW, reason="5.13")
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
 def test_hooks_on_the_router(family):
     model = fusedmoe.apply(tiny(family))
@@ -122,9 +123,7 @@ def test_hooks_on_the_router(family):
     for gate in gates:
         gate.register_forward_hook(lambda module, args, out: seen.append(out))
     model(input_ids=IDS)
-    if Version(transformers.__version__) >= Version("5.13"):
-        assert all(logits.shape == (22, 8) and p.shape == ids.shape == (22, 2) for logits, p, ids in seen)
-    assert len(seen) == 2
+    assert len(seen) == 2 and all(logits.shape == (22, 8) and p.shape == ids.shape == (22, 2) for logits, p, ids in seen)
 
 
 @pytest.mark.skipif(not V5, reason="v5")
@@ -143,7 +142,7 @@ def test_a_rule_of_its_own_keeps_the_router(caplog):
     assert "forward" in vars(model.model.layers[1].mlp.gate)
 
 
-@pytest.mark.skipif(not V5, reason="v5")
+@pytest.mark.skipif(not NEW, reason="5.13")
 def test_frozen_and_bfloat16_routers():
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny("DeepseekV3").to(dtype).requires_grad_(False)

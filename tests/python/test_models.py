@@ -174,7 +174,7 @@ def test_v5_experts_are_not_patched():
 
 @pytest.mark.skipif(V5, reason="v4")
 @pytest.mark.parametrize("late", [False, True])
-def test_v4_adapters_are_never_ignored(late, caplog):
+def test_v4_adapters_are_never_ignored(late):
     peft = pytest.importorskip("peft")
     model = tiny("Qwen3Moe")
     lora = peft.LoraConfig(r=2, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
@@ -188,7 +188,6 @@ def test_v4_adapters_are_never_ignored(late, caplog):
         fusedmoe.apply(model)
     got = step(model, IDS)
     assert worst(got, want) <= 1e-5
-    assert "adapter" in caplog.text
     assert any(float(g.abs().max()) > 0 for n, g in got[2].items() if "lora" in n and "experts" in n)
 
 

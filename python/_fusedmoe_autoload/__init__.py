@@ -13,7 +13,6 @@ import os
 import sys
 import warnings
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 WATCHED = {
@@ -32,23 +31,6 @@ def _register(name: str) -> None:
         warnings.warn(f"fusedmoe did not register with {name}: {problem}", RuntimeWarning, stacklevel=2)
 
 
-class _Loader:
-    """The module's own loader, and a registration after it."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        _register(module.__name__)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
 class _Finder:
     """A meta path finder that looks at WATCHED and leaves the finding to the others."""
 
@@ -62,8 +44,8 @@ class _Finder:
             spec = importlib.util.find_spec(name)
         finally:
             self.busy = False
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        if spec is not None:
+            spec.__class__ = _Spec
         return spec
 
 

@@ -40,22 +40,33 @@ SIZES = dict(
 ARGUMENTS = dict(layer_idx=0, intermediate_size=I, hidden_size=H, ffn_hidden_size=I, moe_num_experts=E, ffn_act_fn={"name": "silu"},
                  swiglu_limit=1.0, num_experts=E, input_size=H, output_size=I)  # fmt: skip
 SHARED = ("AriaSharedExpertsMLP", "InklingSharedExperts")  # run for every token: no routed experts
+TWO_LAYERS = "two-layer experts with capacity and dropout inside"
 NOTES = {
     "aria": "4.57: grouped matmuls under `AriaGroupedExpertsGemm`",
     "dbrx": "flat `w1`, `v1`, `w2`; the weights are divided by a p-norm of the model's choice",
-    "deepseek_v4": "the hash router, which looks ids up, is its own", "diffusion_gemma": "the router's logits are probabilities",
-    "doge": "experts are rows of an embedding, found by product keys", "gemma4": "the router's logits are probabilities",
-    "gpt_oss": "4.57: the router gives scores over all experts", "inkling": "normalised together with the shared experts",
+    "deepseek_v4": "the hash router, which looks ids up, is its own",
+    "diffusion_gemma": "the router's logits are probabilities",
+    "doge": "experts are rows of an embedding, found by product keys",
+    "gemma4": "the router's logits are probabilities",
+    "gpt_oss": "4.57: the router gives scores over all experts",
+    "inkling": "normalised together with the shared experts",
     "jetmoe": "grouped matmuls under `JetMoeParallelExperts`, of the attention experts too; the router sorts by itself",
-    "kolibri1": "the bias is added to the logits", "llama4": "the score scales the experts' input",
-    "longcat_flash": "identity experts", "muse_spark": "a norm after each expert; logits times a factor",
-    "nllb_moe": "two-layer experts with capacity and dropout inside",
-    "openai_privacy_filter": "its own computes in float32 whatever the dtype", "phimoe": "SparseMixer: sampling and a gradient of its own in training",
-    "qwen3_vl_moe": "" if V5 else "the block routes by itself", "step3p7": "clamped after the activation", "switch_transformers": "two-layer experts with capacity and dropout inside",
-    "vitpose_backbone": "one linear layer a dataset, no router", "zaya": "an MLP with a carried state and a skip expert",
-}  # fmt: skip
+    "kolibri1": "the bias is added to the logits",
+    "llama4": "the score scales the experts' input",
+    "longcat_flash": "identity experts",
+    "muse_spark": "a norm after each expert; logits times a factor",
+    "nllb_moe": TWO_LAYERS,
+    "openai_privacy_filter": "its own computes in float32 whatever the dtype",
+    "phimoe": "SparseMixer: sampling and a gradient of its own in training",
+    "step3p7": "clamped after the activation",
+    "switch_transformers": TWO_LAYERS,
+    "vitpose_backbone": "one linear layer a dataset, no router",
+    "zaya": "an MLP with a carried state and a skip expert",
+}
 if not V5:
-    NOTES |= {f"granitemoe{kind}": "grouped matmuls under `ParallelExperts`; the router sorts by itself" for kind in ("", "hybrid", "shared")}
+    NOTES["qwen3_vl_moe"] = "the block routes by itself"
+    for kind in ("", "hybrid", "shared"):
+        NOTES["granitemoe" + kind] = "grouped matmuls under `ParallelExperts`; the router sorts by itself"
 
 
 # ---- what there is ------------------------------------------------------------------------------------------------------------
@@ -248,14 +259,18 @@ def markdown() -> str:
         for row in rows(directory, moe):
             counts[row["experts"]] += 1
             numbers = " | ".join(_pair(row, key) for key in ("f32", "bf16", "own"))
-            lines.append(f"| {directory} | {' '.join(moe)} | {row['layer']} | {row['experts']} | {row['router']} | {numbers} | {NOTES.get(directory, '')} |")
+            words = (directory, " ".join(moe), row["layer"], row["experts"], row["router"], numbers, NOTES.get(directory, ""))
+            lines.append(f"| {' | '.join(words)} |")
     return "\n".join([*lines, "", f"{VERSION}: " + ", ".join(f"{n} {kind}" for kind, n in counts.items()), "<!-- end -->"])
 
 
 def listed(page: Path) -> dict[str, dict[str, set[str]]]:
     """version -> model -> classes, as the page has them."""
     parts = re.findall(r"<!-- transformers (\S+) -->(.*?)<!-- end -->", page.read_text(), re.S)
-    return {version: {m: set(c.split()) for m, c in re.findall(r"^\| (\w+) \| ([\w ]+) \|", part, re.M) if m != "model"} for version, part in parts}
+    return {
+        version: {m: set(c.split()) for m, c in re.findall(r"^\| (\w+) \| ([\w ]+) \|", part, re.M) if m != "model"}
+        for version, part in parts
+    }
 
 
 if __name__ == "__main__":

@@ -2,15 +2,20 @@
 """Every experts class of the installed transformers (v5), ours against its own forward: outputs and every gradient."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from common import V5, rel
+import fusedmoe
+from common import V5, rel, tiny
 from fusedmoe import ops
 from fusedmoe.integrations import layers
 from fusedmoe.integrations import transformers as hf
@@ -225,3 +230,29 @@ def test_quantized_experts_keep_their_own_forward(caplog):
         w.data = w.data.to(torch.float8_e4m3fn)
     assert module(x, ids, p) is x and called
     assert "Quantized" in caplog.text and "own forward" in caplog.text
+
+
+def test_fp8_experts_keep_what_was_chosen_for_them(caplog):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = tiny("Qwen3Moe")
+    config = model.model.layers[0].mlp.experts.config
+    try:
+        for layer in model.model.layers:
+            layer.mlp.experts = fp8.FP8Experts(config, block_size=(16, 16))
+    except (AttributeError, TypeError):
+        pytest.skip("FP8Experts of this version is made another way")
+    config._experts_implementation = "grouped_mm"
+    model.config.quantization_config = {"quant_method": "fp8"}
+    fusedmoe.apply(model)
+    assert config._experts_implementation == "grouped_mm" and not any("forward" in vars(m) for m in model.modules())
+    assert "float8" in caplog.text and "FP8Experts" in caplog.text and "it is quantized" in caplog.text
+
+
+def test_the_environment_can_replace_the_default():
+    """FMOE_AUTOLOAD=replace: every process uses fusedmoe where it would have used grouped_mm."""
+    if not any(e.name == "fusedmoe" for e in metadata.entry_points(group="torch.backends")):
+        pytest.skip("fusedmoe is not installed here")
+    code = "import torch; from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as f; print(f['grouped_mm'].__module__)"
+    for value, want in (("1", "transformers.integrations.moe"), ("replace", "fusedmoe.integrations.transformers")):
+        env = {**os.environ, "FMOE_AUTOLOAD": value}
+        assert subprocess.check_output([sys.executable, "-c", code], text=True, env=env, cwd="/").strip() == want

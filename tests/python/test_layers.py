@@ -10,12 +10,13 @@ import torch
 import transformers
 from packaging.version import Version
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests/external"))
 import fusedmoe
-import table
 from common import V5, rel, step, tiny
 from fusedmoe.integrations import layers, routers, seams
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests/external"))
+import table
 
 NEW = Version(transformers.__version__) >= Version("5.13")  # routers return logits, weights and ids since then
 CLASSES = table.classes()
@@ -81,7 +82,8 @@ def test_layers_of_one_class_with_other_numbers_are_looked_at_one_by_one():
     want = [table.run(b, table.inputs(b), torch.float32) for b in blocks]
     fusedmoe.apply(blocks)
     for block, w in zip(blocks, want, strict=True):
-        assert table.what(block) == ("fused", "fused") and max(table.distance(table.run(block, table.inputs(block), torch.float32), w)) < 1e-6
+        got = table.run(block, table.inputs(block), torch.float32)
+        assert table.what(block) == ("fused", "fused") and max(table.distance(got, w)) < 1e-6
 
 
 def test_a_forward_on_the_instance_is_left_alone(caplog):

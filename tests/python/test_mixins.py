@@ -68,8 +68,8 @@ def test_overfit(family):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.1 * losses[0]
-    out = model.eval().generate(ids[:, :4], attention_mask=torch.ones(1, 4, dtype=torch.long), max_new_tokens=8, do_sample=False, eos_token_id=None)
-    assert torch.equal(out, ids)
+    start = dict(input_ids=ids[:, :4], attention_mask=torch.ones(1, 4, dtype=torch.long))
+    assert torch.equal(model.eval().generate(**start, max_new_tokens=8, do_sample=False, eos_token_id=None), ids)
 
 
 @pytest.mark.parametrize("how", [dict(), dict(num_beams=3), dict(use_cache=False), dict(cache_implementation="static")])

@@ -110,6 +110,12 @@ _FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 _READ = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
 
 
+def say_quantized(module: nn.Module) -> None:
+    """Log that a module keeps its own forward for what its weights are."""
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+    say_once(f"{type(module).__name__}: its weights are quantized or not stacked ({', '.join(kinds)}): it keeps its own forward")
+
+
 def look_at(module: nn.Module) -> Layer:
     """The Layer of a transformers v5 experts module, remembered on it."""
     own = vars(module)
@@ -119,15 +125,9 @@ def look_at(module: nn.Module) -> Layer:
         say_once(f"{name} has the flag {', '.join(unknown)}, which fusedmoe does not know: it keeps its own forward")
         return Layer(own=True)
     gate = own.get("has_gate", True)
-    try:
-        up = module.gate_up_proj if gate else module.up_proj
-        down = module.down_proj
-        supported = up.dtype in ops.DTYPES and up.dim() == down.dim() == 3
-    except AttributeError:
-        supported = False
-    if not supported:
-        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
-        say_once(f"{name}: its weights are quantized or not stacked ({', '.join(kinds)}): it keeps its own forward")
+    up, down = getattr(module, "gate_up_proj" if gate else "up_proj", None), getattr(module, "down_proj", None)
+    if up is None or down is None or up.dtype not in ops.DTYPES or up.dim() != 3 or down.dim() != 3:
+        say_quantized(module)
         return Layer(own=True)
     bias, norm = own.get("has_bias", False), own.get("has_post_expert_norm", False)
     flags = ops.SKIP_E | (ops.TRANSPOSED if own.get("is_transposed", False) else 0) | (ops.BIAS if bias else 0)
@@ -170,19 +170,14 @@ def layer_of(module: nn.Module) -> Layer:
     return layer
 
 
-def stacked_weights(module: nn.Module, layer: Layer) -> list[Tensor]:
-    """[w1, w2] or [w1, w2, b1, b2] of a module, as ``fusedmoe.ops`` has them."""
-    up = "gate_up_proj" if layer.gate else "up_proj"
-    w = [getattr(module, up), module.down_proj]
-    if layer.identity:
-        w[0] = w[0][: len(w[1])]
-    return [*w, getattr(module, up + "_bias"), module.down_proj_bias] if layer.bias else w
-
-
 def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),
         w: Sequence[Tensor] | None = None) -> Tensor:  # fmt: skip
     """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E]); lora as in ``autograd.experts``."""
-    w = stacked_weights(module, layer) if w is None else w
+    if w is None:
+        up, down = (module.gate_up_proj if layer.gate else module.up_proj), module.down_proj
+        w = [up[: len(down)] if layer.identity else up, down]
+        if layer.bias:
+            w += [module.gate_up_proj_bias if layer.gate else module.up_proj_bias, module.down_proj_bias]
     x = hidden_states if hidden_states.dim() == 2 else hidden_states.reshape(-1, hidden_states.shape[-1])
     if p.shape[1] != ids.shape[1]:  # scattered over all experts, as transformers 5.0 does
         p = p.gather(1, ids)
@@ -226,23 +221,18 @@ _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     """The names of gate, up and down when experts is a list of gated MLPs, else None."""
-    if not isinstance(experts, nn.ModuleList) or not len(experts):
-        return None
-    for names in _NAMES:
-        if all(n in experts[0]._modules for n in names):
-            return names
-    return None
+    first = experts[0]._modules if isinstance(experts, nn.ModuleList) and len(experts) else {}
+    return next((names for names in _NAMES if all(n in first for n in names)), None)
 
 
-def list_weights(experts: nn.Module) -> tuple[list[Tensor], tuple] | None:
-    """gates, ups, downs of all experts, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
+def list_weights(block: nn.Module) -> tuple[list[Tensor], tuple] | None:
+    """gates, ups, downs of all experts of a block, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
     plain: wrapped in something else than PEFT's LoRA, quantized, with bias or hooks."""
     from . import peft  # which imports this module
 
-    w: list[Tensor] = []
-    adapters = []
-    modules = [e._modules for e in experts._modules.values() if type(e) is not nn.Identity]
-    for name in list_names(experts) or ("",):
+    w, adapters = [], []
+    modules = [e._modules for e in block.experts._modules.values() if type(e) is not nn.Identity]
+    for name in list_names(block.experts) or ("",):
         for m in modules:
             linear, adapter = peft.look_through(m.get(name))
             if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:

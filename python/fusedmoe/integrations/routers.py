@@ -78,9 +78,9 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 @torch.no_grad()
 def _same_types(own: Callable, twin: nn.Module, x: Tensor, given: list[Tensor], options: dict) -> bool:
-    for module, x, autocast in ((copy.deepcopy(twin).bfloat16(), x.bfloat16(), False), (twin, x, True)):
+    for module, tokens, autocast in ((copy.deepcopy(twin).bfloat16(), x.bfloat16(), False), (twin, x, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            a, b = own(module, x, *given), forward(module, x, *given, **options)
+            a, b = own(module, tokens, *given), forward(module, tokens, *given, **options)
         if not all(u.dtype == v.dtype and (kind != LOGITS or torch.equal(u, v)) for kind, u, v in zip(options["order"], a, b)):
             return False
     return True

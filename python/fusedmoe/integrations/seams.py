@@ -56,10 +56,6 @@ IDS = ("top_k_index", "router_indices", "topk_indices", "topk_ids", "top_experts
 WEIGHTS = ("top_k_weights", "routing_weights", "topk_weights", "topk_weight", "top_weights")
 
 
-def _list_weights(module: nn.Module) -> tuple[list[Tensor], tuple] | None:
-    return layers.list_weights(module.experts)
-
-
 def _flat_weights(module: nn.Module) -> tuple[list[Tensor], tuple] | None:
     """DBRX: gates, ups and downs of all experts under one another, downs transposed."""
     m = module.mlp
@@ -88,20 +84,22 @@ def _given(module: nn.Module) -> Iterator[Candidate]:
     if not set(IDS) & set(names) or not set(WEIGHTS) & set(names):
         return
     if "gate_up_proj" in module._parameters:
+        if module.gate_up_proj.dtype not in ops.DTYPES:
+            return layers.say_quantized(module)
         E, H, found = _stacked(module)
     else:
-        read, owner = (_list_weights, module.experts[0]) if "experts" in module._modules else (_flat_weights, module.mlp)
+        read, owner = (layers.list_weights, module.experts[0]) if "experts" in module._modules else (_flat_weights, module.mlp)
         w, act = read(module), layers.gated_activation(owner)
         if w is None or act is None:
             return _refuse(module)
         E, H = len(w[0]) // 3, w[0][0].shape[1]
-        found = [Layer(act, ops.LIST | ops.SKIP_E, identity=read is _list_weights and len(module.experts) > E)]
+        found = [Layer(act, ops.LIST | ops.SKIP_E, identity=read is layers.list_weights and len(module.experts) > E)]
     total = E + 2 * found[0].identity
-    x = _random(next(module.parameters()), 1, TOKENS, H) * 4
-    ids = (torch.arange(2 * TOKENS, device=x.device) % total).view(TOKENS, 2)
-    few = _random(x, TOKENS, 2).abs()
+    batch = _random(next(module.parameters()), 1, TOKENS, H) * 4
+    ids = (torch.arange(2 * TOKENS, device=batch.device) % total).view(TOKENS, 2)
+    few = _random(batch, TOKENS, 2).abs()
     many = few.new_zeros(TOKENS, total).scatter_(1, ids, few)  # over all experts, as v4's stacked ones want it
-    for x, p, layer in product((x[0], x), (few, many), found):
+    for x, p, layer in product((batch[0], batch), (few, many), found):
         arguments = {n: x if n == names[0] else ids if n in IDS else p for n in names}
         yield slot, given_forward, dict(names=names, scattered=p is many, layer=layer, read=read, slot=slot), arguments
 
@@ -127,7 +125,7 @@ def _stacked(module: nn.Module) -> tuple[int, int, list[Layer]]:
 
 def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, renormalize: bool, bias: str) -> Any:
     """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
-    w = layers.list_weights(self.experts)
+    w = layers.list_weights(self)
     if w is None:
         _refuse(self)
         return type(self).forward(self, hidden_states)
@@ -164,7 +162,7 @@ def _block(module: nn.Module) -> Iterator[Candidate]:
     if experts is None or gate is None or not hasattr(module, "top_k"):
         return
     if layers.list_names(experts):
-        w, act = layers.list_weights(experts), layers.gated_activation(experts[0])
+        w, act = layers.list_weights(module), layers.gated_activation(experts[0])
         if w is None or act is None:
             return _refuse(module)
         biases = [n for n in routers.per_expert(module, len(experts)) if not n.startswith((gate, "experts."))]
@@ -172,8 +170,9 @@ def _block(module: nn.Module) -> Iterator[Candidate]:
             options = dict(act=act, pair=pair, gate=gate, renormalize=renormalize, bias=bias)
             yield "forward", list_block_forward, options, {names[0]: _random(w[0][0], 1, TOKENS, w[0][0].shape[1])}
     elif "gate_up_proj" in experts._parameters and len(_names(type(experts).forward)) == 1:
-        for layer in _stacked(experts)[2]:
-            yield "forward", scaled_input_forward, dict(layer=layer), {names[0]: _random(experts.down_proj, 1, TOKENS, _stacked(experts)[1])}
+        _, H, found = _stacked(experts)
+        for layer in found:
+            yield "forward", scaled_input_forward, dict(layer=layer), {names[0]: _random(experts.down_proj, 1, TOKENS, H)}
 
 
 # ---- one grouped matmul: ParallelExperts of JetMoE and of Granite before 5.13, Aria before 5.22 ----------------------------------
@@ -203,7 +202,7 @@ def _close(a: Any, b: Any) -> bool:
     a, b = (t if isinstance(t, tuple) else (t,) for t in (a, b))
     limits = [{torch.float64: 1e-9, torch.float32: 1e-4}.get(v.dtype, 3e-2) * v.double().norm() for v in b]
     return len(a) == len(b) and all(
-        u.shape == v.shape and 0 < limit and (u.double() - v.double()).norm() <= limit for u, v, limit in zip(a, b, limits)
+        u.shape == v.shape and limit > 0 and (u.double() - v.double()).norm() <= limit for u, v, limit in zip(a, b, limits)
     )
 
 
@@ -249,7 +248,8 @@ def patch(model: nn.Module) -> int:
 
 
 def _put(module: nn.Module, slot: str, function: Callable, options: dict) -> Bound | None:
-    slot = "_old_forward" if slot == "forward" and "_old_forward" in vars(module) else slot  # accelerate's hook is in forward, and calls this
+    if slot == "forward" and "_old_forward" in vars(module):
+        slot = "_old_forward"  # accelerate's hook is in forward, and calls this
     previous = vars(module).get(slot)
     if slot == "forward" and previous is not None and getattr(previous, "__func__", None) is not type(module).forward:
         return say_once(f"{type(module).__name__} has a forward on the instance (tensor parallelism, a hook): fusedmoe leaves it alone")

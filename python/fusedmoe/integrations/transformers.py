@@ -21,18 +21,14 @@ logger = logging.getLogger("fusedmoe")
 NAME = "fusedmoe"
 
 
-# ---- v5: ExpertsInterface -----------------------------------------------------------------------------------------------
-
-
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = ()) -> Tensor:
     """The forward that transformers calls for every experts module whose implementation is "fusedmoe"."""
     layer = layers.layer_of(self)
-    if layer.own:
-        own = getattr(type(self).forward, "__wrapped__", None)
-        if own is None:
-            raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
-        return own(self, hidden_states, top_k_index, top_k_weights)
-    return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
+    if not layer.own:
+        return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
+    if not hasattr(type(self).forward, "__wrapped__"):
+        raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
+    return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
 
 
 def register(replace_default: bool = False) -> bool:
@@ -64,22 +60,16 @@ def register(replace_default: bool = False) -> bool:
 
 def _accept_name(cls: type) -> None:
     """transformers 5.0 to 5.6 compare the name with a fixed list: let ours pass."""
-    check = getattr(cls, "get_correct_experts_implementation", None)
-    if check is None or getattr(check, "_fusedmoe", False):
-        return
     from transformers import __version__
 
-    if tuple(int(n) for n in __version__.split(".")[:2]) >= (5, 7):
+    check = getattr(cls, "get_correct_experts_implementation", None)
+    if check is None or check.__module__ == __name__ or tuple(int(n) for n in __version__.split(".")[:2]) >= (5, 7):
         return
 
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:
         return NAME if requested_experts == NAME else check(self, requested_experts)
 
-    get_correct_experts_implementation._fusedmoe = True  # type: ignore[attr-defined]
     cls.get_correct_experts_implementation = get_correct_experts_implementation  # type: ignore[attr-defined]
-
-
-# ---- both -------------------------------------------------------------------------------------------------------------------
 
 
 def apply(model: nn.Module) -> nn.Module:
@@ -97,6 +87,7 @@ def apply(model: nn.Module) -> nn.Module:
     if count:
         logger.info("%s%s: %d MoE layers run on fusedmoe", name, quantized, count)
     else:
+        seams.unpatch(model)
         kind = getattr(config, "model_type", "?")
         logger.warning("%s%s (%s): no MoE layer that fusedmoe knows; the model is unchanged", name, quantized, kind)
     return model

@@ -60,7 +60,7 @@ class Qwen3NpuMoeFused:
     @staticmethod
     def qwen3moe_sparse_moe_block_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """(B,S,H) -> (states, router logits (T,E))."""
-        w = layers.list_weights(self.experts)
+        w = layers.list_weights(self)
         act = None if w is None else layers.gated_activation(self.experts[0])
         if w is None or act is None:
             raise ValueError(

@@ -4,7 +4,7 @@
 import sys as _sys
 
 from . import _core, autograd, ops
-from .autograd import GmmFunction, HybridGmmFunction, activation, experts, permute, route, unpermute
+from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, permute, route, unpermute
 from .integrations.transformers import apply, unapply
 from .ops import describe, set_max_isa
 
@@ -18,6 +18,6 @@ if "transformers.integrations.moe" in _sys.modules:
     _register()
 
 __all__ = [
-    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "cpu_isa", "describe", "experts", "info", "ops",
+    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "experts", "info", "ops",
     "permute", "route", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

@@ -5,7 +5,7 @@
  * Tensors come in through DLPack's C exchange table (torch >= 2.10: no capsule, no reference count, no synchronisation),
  * or, from types without one, through data_ptr(), shape, stride(), dtype and device. Every run function has the same
  * shape, so one table (OPS) describes them all: run(op, plan, flags, stream, workspace, *slots), a slot being a tensor,
- * a list of tensors, or None. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
+ * a list of tensors, or None; workspace a tensor, or (CPU only) the number of rows it is for, and it is allocated here. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030A0000
@@ -316,6 +316,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     run.flags = (uint32_t)PyLong_AsUnsignedLong(args[2]);
     if (PyErr_Occurred()) return NULL;
 
+    void *owned = NULL; /* a workspace of ours */
     call c;
     c.dims = NULL, c.n = 0, c.capacity = 1, c.api = NULL, c.device = (fmoe_device){FMOE_CPU, 0};
     for (int i = 0; i < op->n; i++) {
@@ -352,7 +353,18 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     }
     fmoe_device device = c.device;
     const exchange_api *api = c.api;
-    if (args[4] != Py_None) {
+    if (PyLong_Check(args[4])) {
+        const long long rows = PyLong_AsLongLong(args[4]);
+        const fmoe_status s = fmoe_workspace_bytes(plan, (fmoe_pass)(strstr(op->name, "BACKWARD") != NULL), rows, &run.workspace_bytes);
+        if (s != FMOE_OK || PyErr_Occurred()) {
+            if (!PyErr_Occurred()) fail(s);
+            goto error;
+        }
+        if (run.workspace_bytes && !(run.workspace = owned = malloc(run.workspace_bytes))) {
+            PyErr_NoMemory();
+            goto error;
+        }
+    } else if (args[4] != Py_None) {
         const fmoe_tensor *t = take(&c, args[4]);
         if (!t) goto error;
         run.workspace = t->data;
@@ -376,10 +388,12 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     } else { /* a device only takes the work into its queue */
         s = op->run(plan, a.bytes, &run);
     }
+    free(owned);
     release(&c);
     if (s != FMOE_OK) return fail(s);
     Py_RETURN_NONE;
 error:
+    free(owned);
     release(&c);
     return NULL;
 }

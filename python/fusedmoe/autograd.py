@@ -39,12 +39,13 @@ def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, p: Tensor, act: int, flags: int, alpha: float, limit: float, *w: Tensor):
-        sizes = ops.layer_sizes(w, act, flags)
-        line = ops.experts_saved(x.dtype, x.device, sizes, ids.shape[1], act, flags, alpha, limit)
-        out, saved = ops.call(ops.experts_forward, x, ids, p, w, act, flags, alpha, limit, line)
+    def forward(ctx: Any, layer: tuple[int, int, float, float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
+        line: tuple = ()
+        if torch.compiler.is_compiling():
+            line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, *layer[:2]), ids.shape[1], *layer)
+        out, saved = ops.call(ops.experts_forward, x, ids, p, w, *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
-        ctx.layer = act, flags, alpha, limit
+        ctx.layer = layer
         return out
 
     @staticmethod
@@ -54,11 +55,11 @@ class _Experts(torch.autograd.Function):
         need = ctx.needs_input_grad
         bits = (1, 2, *ops.needs_bits(w, *ctx.layer[:2]))
         needs = 0
-        for bit, yes in zip(bits, (need[0], *need[2:3], *need[7:]), strict=True):
+        for bit, yes in zip(bits, (need[1], *need[3:]), strict=True):
             needs |= bit if yes else 0
         grads = iter(ops.call(ops.experts_backward, x, ids, p, w, saved, dout, *ctx.layer, needs))
         dx, dp, *dw = [next(grads) if needs & bit else None for bit in bits]
-        return dx, None, dp, None, None, None, None, *dw
+        return None, dx, None, dp, *dw
 
 
 def experts(
@@ -80,7 +81,7 @@ def experts(
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
     if torch.is_grad_enabled() and _any_requires_grad(xc, p, w):
-        out = _Experts.apply(xc, ids, p, act, flags, alpha, limit, *w)
+        out = _Experts.apply((act, flags, alpha, limit), xc, ids, p, *w)
     else:
         out = ops.call(ops.experts, xc, ids, p, w, act, flags, alpha, limit)
     return out if out.dtype == x.dtype else out.to(x.dtype)
@@ -102,14 +103,58 @@ class _Route(torch.autograd.Function):
         return ops.route_backward(logits, ids, dweights, *ctx.rule), None, None, None, None, None
 
 
+def _rule(score: int = ops.SOFTMAX, renormalize: bool = False, group_score: int = 0, groups: int = 0, topk_groups: int = 0,
+          excluded_zero: bool = False) -> tuple[int, ...]:  # fmt: skip
+    """fmoe_route_rule, without eps and scale."""
+    return score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
+
+
 def route(
-    logits: Tensor, k: int, *, score: int = ops.SOFTMAX, renormalize: bool = False, groups: int = 0, topk_groups: int = 0,
-    group_score: int = 0, excluded_zero: bool = False, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose (fmoe_route_rule)."""
-    rule = (score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero))
+    logits: Tensor, k: int, *, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0, **rule: Any
+) -> tuple[Tensor, Tensor]:
+    """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose; rule as in ``_rule``."""
     bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(logits))
-    return _Route.apply(logits, bias, k, rule, float(eps), float(scale))
+    return _Route.apply(logits, bias, k, _rule(**rule), float(eps), float(scale))
+
+
+def _cut(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [tensors[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+
+
+class _Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: tuple, sizes: tuple, bias: Tensor | None, x: Tensor, w_router: Tensor, *rest: Tensor):
+        b_router, *weights = _cut(rest, sizes)
+        select = [] if bias is None else [bias]
+        out, logits, ids, p, saved = ops.block_forward(x, w_router, b_router, select, *weights, *layer)
+        ctx.save_for_backward(logits, ids, p, saved, x, w_router, *rest, *select)
+        ctx.mark_non_differentiable(ids, p)
+        ctx.set_materialize_grads(False)
+        ctx.layer, ctx.sizes = layer, (*sizes, len(select))
+        return out, logits, ids, p
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlogits: Tensor | None, *_: Any):
+        _no_second_derivative()
+        logits, ids, p, saved, x, w_router, *rest = ctx.saved_tensors
+        b_router, *weights, select = _cut(rest, ctx.sizes)
+        dout, aux = torch.zeros_like(x) if dout is None else dout, [] if dlogits is None else [dlogits]
+        grads = ops.block_backward(x, w_router, select, *weights, logits, ids, p, saved, dout, aux, *ctx.layer, b_router)
+        return None, None, None, *grads
+
+
+def block(
+    x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+    limit: float = 0.0, *, shared: Sequence[Tensor] = (), shared_gate: Tensor | None = None, b_router: Tensor | None = None,
+    select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0, **rule: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The whole MoE block of x [T,H]: out, router logits (with a gradient too), ids, weights. rule as in ``route``."""
+    layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
+    gate, bias = [] if shared_gate is None else [shared_gate], [] if b_router is None else [b_router]
+    sizes = len(bias), len(w), len(shared), len(gate)
+    select = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(x))
+    return _Block.apply(layer, sizes, select, x, w_router, *bias, *w, *shared, *gate)
 
 
 class _Permute(torch.autograd.Function):

@@ -81,7 +81,7 @@ def describe(x: Tensor, E: int, k: int, I: int, act: int = SWIGLU, flags: int = 
 
 
 def _stream(device: torch.device) -> int | None:
-    if device.type == "cpu" or (device.type == "cuda" and hasattr(Tensor, "__dlpack_c_exchange_api__")):
+    if device.type == "cuda" and hasattr(Tensor, "__dlpack_c_exchange_api__"):
         return None  # _core asks torch's exchange table
     stream = getattr(torch, device.type).current_stream(device)
     return stream.cuda_stream if device.type == "cuda" else stream.npu_stream
@@ -127,10 +127,12 @@ def _define(schema: str, code: int, flags: int = 0) -> Callable[[Callable[..., I
             step = steps(*args)
             results = next(step)
             plan, rows, *slots = next(step)
-            device = (args[0] if isinstance(args[0], Tensor) else args[0][0]).device
-            n = _core.workspace_bytes(plan, pass_, rows)
-            workspace = torch.empty(n, dtype=torch.uint8, device=device) if n else None
-            _core.run(code, plan, flags, _stream(device), workspace, *slots)
+            first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+            if first.is_cpu:
+                _core.run(code, plan, flags, None, rows, *slots)
+            else:
+                workspace = first.new_empty(_core.workspace_bytes(plan, pass_, rows), dtype=torch.uint8)
+                _core.run(code, plan, flags, _stream(first.device), workspace, *slots)
             return results
 
         _lib.impl(name, impl, "CompositeExplicitAutograd")
@@ -375,11 +377,13 @@ def _saved(x: Tensor, c0: int, c1: int) -> Tensor:
 
 @_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)", _core.EXPERTS_FORWARD)
 def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
-    """The layer, and the state its backward needs. saved: experts_saved(...)."""
-    out, saved = _like(x), _saved(x, *saved)
+    """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
+    plan = None if saved else _experts_plan(x, ids, w, act, flags, alpha, limit)
+    out, saved = _like(x), _saved(x, *(saved or (_core.saved_bytes(plan, x.shape[0]), 0)))
     yield out, saved
-    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-    _core.saved_bytes(plan, x.shape[0], saved)
+    if plan is None:
+        plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
+        _core.saved_bytes(plan, x.shape[0], saved)
     yield plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, saved
 
 

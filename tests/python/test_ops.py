@@ -136,6 +136,23 @@ def test_gradcheck_route(score, renormalize):
         assert torch.equal(ids, order) and torch.allclose(weights, 2.5 * want)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_gradcheck_block(full):
+    x, _, _, w1, w2 = layer(torch.float64)
+    r = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    tensors = [x, r(E, H), w1, w2] + ([r(1, 2 * I, H), r(1, H, I), r(1, H), r(E)] if full else [])
+
+    def run(x, w_router, w1, w2, s1=None, s2=None, gate=None, bias=None):
+        more = dict(shared=[s1, s2], shared_gate=gate, b_router=bias, select_bias=torch.tensor([0.3, -0.2, 0.1])) if full else {}
+        return fusedmoe.block(x, w_router, [w1, w2], k, score=ops.SIGMOID, renormalize=True, scale=1.5, **more)
+
+    for outputs in (slice(0, 2), slice(0, 1), slice(1, 2)):  # out and logits, each of them alone
+        assert gradcheck(lambda *t, o=outputs: run(*t)[o], [t.requires_grad_() for t in tensors])
+    out, logits, ids, p = run(*tensors)
+    want, again = fusedmoe.route(logits, k, score=ops.SIGMOID, renormalize=True, scale=1.5), fusedmoe.experts(x, ids, p, [w1, w2])
+    assert full or (torch.equal(ids, want[0]) and torch.equal(p, want[1]) and torch.equal(out, again))
+
+
 def test_gradcheck_permute_unpermute_activation():
     x, ids, p, *_ = layer(torch.float64)
     ids[1, 1] = E

@@ -232,12 +232,20 @@ enum {
     FMOE_REPLAY = 8      /* route forward: ids are an input (recorded routing); weights are computed for them */
 };
 
+/* Ascend: call launch(arg) once, in the order of these calls, now or later, on any thread, and answer 0; or answer
+ * something else and do not call it. name is the operator's. launch answers 0 or CANN's error. */
+typedef int (*fmoe_submit_fn)(void *ctx, const char *name, int (*launch)(void *arg), void *arg);
+
 typedef struct fmoe_run {
     size_t size; /* sizeof(fmoe_run) */
     void *workspace;
     size_t workspace_bytes;
-    void *stream;   /* CUDA: cudaStream_t, Ascend: aclrtStream; CPU: ignored */
-    uint32_t flags; /* above */
+    void *stream;          /* CUDA: cudaStream_t, Ascend: aclrtStream; CPU: ignored */
+    uint32_t flags;        /* above */
+    fmoe_submit_fn submit; /* Ascend: a queue of the caller's that feeds the stream (torch_npu has one). Everything is
+                              checked before the call returns, only the launches themselves (a small allocation each)
+                              are left to it, and so are their errors. NULL: launch at once. Others: ignored */
+    void *submit_ctx;
 } fmoe_run;
 
 #define FMOE_RUN_INIT ((fmoe_run){.size = sizeof(fmoe_run)})

@@ -185,6 +185,8 @@ static fmoe_run part_run(const fmoe_run *run, const block_scratch *s, uint32_t f
                       .workspace = s->part,
                       .workspace_bytes = s->part_bytes,
                       .stream = run->stream,
+                      .submit = run->submit,
+                      .submit_ctx = run->submit_ctx,
                       .flags = flags};
 }
 

@@ -156,7 +156,7 @@ TEST(struct_layouts)
            F(fmoe_desc, act), F(fmoe_desc, flags), F(fmoe_desc, act_alpha), F(fmoe_desc, act_limit),
            F(fmoe_desc, route), F(fmoe_desc, threads), F(fmoe_desc, parallel), F(fmoe_desc, parallel_ctx));
     STRUCT(fmoe_run, F(fmoe_run, size), F(fmoe_run, workspace), F(fmoe_run, workspace_bytes), F(fmoe_run, stream),
-           F(fmoe_run, flags));
+           F(fmoe_run, flags), F(fmoe_run, submit), F(fmoe_run, submit_ctx));
     STRUCT(fmoe_route_args, F(fmoe_route_args, size), F(fmoe_route_args, logits), F(fmoe_route_args, select_bias),
            F(fmoe_route_args, ids), F(fmoe_route_args, weights), F(fmoe_route_args, bad_rows),
            F(fmoe_route_args, dweights), F(fmoe_route_args, dlogits));

@@ -299,6 +299,48 @@ static PyObject *fail(fmoe_status s) {
     return PyErr_Format(type, "%s: %s", fmoe_status_string(s), fmoe_last_error());
 }
 
+/* ---- torch_npu's stream ---------------------------------------------------------------------------------- */
+
+/* torch_npu puts its operators into a queue that another thread submits to the stream. Our launches go through that queue where
+ * it can be found (_npu_queue.cpp) and is on; else the stream is asked for in the way that waits until the queue is empty. Either
+ * way everything is in order. The queue belongs to the current device, so tensors of another one take the second way. */
+#ifdef FMOE_NPU_QUEUE
+void *fmoe_npu_queue(void);
+const char *fmoe_npu_problem(void);
+int fmoe_npu_submit(void *queue, const char *name, int (*launch)(void *), void *arg);
+#else
+static void *fmoe_npu_queue(void) { return NULL; }
+static const char *fmoe_npu_problem(void) { return ""; }
+#define fmoe_npu_submit NULL
+#endif
+static int use_queue = 1;
+
+static long long ask_npu(PyObject *torch_npu, const char *question, int index) { /* -1: an error, or no such question */
+    PyObject *answer = index < 0 ? PyObject_CallMethod(torch_npu, question, NULL) : PyObject_CallMethod(torch_npu, question, "i", index);
+    long long n = answer ? PyLong_AsLongLong(answer) : -1;
+    Py_XDECREF(answer);
+    return n;
+}
+
+static int npu_stream(int index, fmoe_run *run) {
+    PyObject *torch_npu = PyImport_ImportModule("torch_npu._C");
+    if (!torch_npu) return -1;
+    void *queue = use_queue ? fmoe_npu_queue() : NULL;
+    long long stream = -1;
+    if (queue && ask_npu(torch_npu, "_npu_get_task_queue_enable", -1) > 0 && ask_npu(torch_npu, "_npu_getDevice", -1) == index)
+        stream = ask_npu(torch_npu, "_npu_getCurrentRawStreamNoWait", index);
+    if (stream != -1) {
+        run->submit = fmoe_npu_submit;
+        run->submit_ctx = queue;
+    } else {
+        PyErr_Clear(); /* a torch_npu that has no such functions */
+        stream = ask_npu(torch_npu, "_npu_getCurrentRawStream", index);
+    }
+    Py_DECREF(torch_npu);
+    run->stream = (void *)(uintptr_t)stream;
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 /* ---- The functions of the module ------------------------------------------------------------------------- */
 
 static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
@@ -379,6 +421,8 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
             goto error;
         }
         if (api->current_stream(device.type, device.id, &run.stream) != 0) goto error;
+    } else if (device.type == FMOE_ASCEND) {
+        if (npu_stream(device.id, &run) != 0) goto error;
     }
     fmoe_status s;
     if (device.type == FMOE_CPU) {
@@ -390,6 +434,8 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     }
     free(owned);
     release(&c);
+    const char *problem = run.submit ? fmoe_npu_problem() : "";
+    if (*problem) return PyErr_Format(PyExc_RuntimeError, "fusedmoe: %s", problem);
     if (s != FMOE_OK) return fail(s);
     Py_RETURN_NONE;
 error:
@@ -565,6 +611,14 @@ static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
     return PyBool_FromLong(was);
 }
 
+static PyObject *core_use_queue(PyObject *self, PyObject *arg) {
+    (void)self;
+    int was = use_queue && fmoe_npu_queue(), now = PyObject_IsTrue(arg);
+    if (now < 0) return NULL;
+    use_queue = now;
+    return PyBool_FromLong(was);
+}
+
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))core_run, METH_FASTCALL, "run(op, plan, flags, stream, workspace, *slots)"},
     {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, rank1, rank2, act, flags, alpha, limit, rule, threads)"},
@@ -578,6 +632,7 @@ static PyMethodDef methods[] = {
     {"advise", core_advise, METH_O, "advise(tensor): its memory is large and new, use huge pages"},
     {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop on this CPU, measured; None: not known"},
     {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
+    {"use_queue", core_use_queue, METH_O, "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -81,10 +81,9 @@ def describe(x: Tensor, E: int, k: int, I: int, act: int = SWIGLU, flags: int = 
 
 
 def _stream(device: torch.device) -> int | None:
-    if device.type == "cuda" and hasattr(Tensor, "__dlpack_c_exchange_api__"):
-        return None  # _core asks torch's exchange table
-    stream = getattr(torch, device.type).current_stream(device)
-    return stream.cuda_stream if device.type == "cuda" else stream.npu_stream
+    if device.type != "cuda" or hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        return None  # _core asks torch's exchange table, or torch_npu
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 def _unit(t: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
  * call.c - scratch, descriptors and the two-phase launch. */
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "call.h"
@@ -60,6 +61,8 @@ static void set_up(asc_call *c, const fmoe_plan_impl *p)
     c->plan = p->priv;
     c->acl = c->plan->acl;
     c->stream = NULL;
+    c->submit = NULL;
+    c->submit_ctx = NULL;
     c->measure = false;
     c->status = FMOE_OK;
     c->base = NULL;
@@ -74,6 +77,8 @@ fmoe_status asc_begin(asc_call *c, const fmoe_plan_impl *p, const fmoe_run *run)
 {
     set_up(c, p);
     c->stream = run->stream;
+    c->submit = run->submit;
+    c->submit_ctx = run->submit_ctx;
     if (run->workspace) {
         const size_t lost = (ALIGN - (uintptr_t)run->workspace % ALIGN) % ALIGN;
         c->base = (char *)run->workspace + lost;
@@ -329,17 +334,22 @@ const aclIntArray *asc_ints(asc_call *c, const int64_t *values, int64_t n)
     return can_hold(c) ? hold(c, A_INTS, c->acl->aclCreateIntArray(values, (uint64_t)n), "aclCreateIntArray") : NULL;
 }
 
-static void let_go(asc_call *c)
+static void destroy(const fmoe_acl *acl, const asc_object *held, int n)
 {
-    for (int i = 0; i < c->n_held; i++) {
-        void *o = c->held[i].object;
-        switch (c->held[i].kind) {
-        case A_TENSOR: c->acl->aclDestroyTensor(o); break;
-        case A_LIST: c->acl->aclDestroyTensorList(o); break;
-        case A_SCALAR: c->acl->aclDestroyScalar(o); break;
-        default: c->acl->aclDestroyIntArray(o); break;
+    for (int i = 0; i < n; i++) {
+        void *o = held[i].object;
+        switch (held[i].kind) {
+        case A_TENSOR: acl->aclDestroyTensor(o); break;
+        case A_LIST: acl->aclDestroyTensorList(o); break;
+        case A_SCALAR: acl->aclDestroyScalar(o); break;
+        default: acl->aclDestroyIntArray(o); break;
         }
     }
+}
+
+static void let_go(asc_call *c)
+{
+    destroy(c->acl, c->held, c->n_held);
     c->n_held = 0;
 }
 
@@ -354,8 +364,52 @@ bool asc_ready(asc_call *c, const char *name, bool exists)
     return false;
 }
 
+/* A launch in the caller's queue: phase 2 and what must live until it ran. */
+typedef struct later {
+    const fmoe_acl *acl;
+    asc_phase2 phase2; /* NULL: a memset */
+    void *at;          /* workspace, or what becomes zero */
+    uint64_t bytes;
+    aclOpExecutor *executor;
+    aclrtStream stream;
+    int n_held;
+    asc_object held[];
+} later;
+
+static int run_later(void *arg)
+{
+    later *l = arg;
+    const int code = l->phase2 ? l->phase2(l->at, l->bytes, l->executor, l->stream)
+                               : l->acl->aclrtMemsetAsync(l->at, l->bytes, 0, l->bytes, l->stream);
+    destroy(l->acl, l->held, l->n_held);
+    free(l);
+    return code;
+}
+
+/* On success the queue owns executor and descriptors. */
+static void hand_over(asc_call *c, const char *name, asc_phase2 phase2, void *at, uint64_t bytes)
+{
+    const int n = phase2 ? c->n_held : 0;
+    later *l = malloc(sizeof *l + (size_t)n * sizeof *l->held);
+    int code = -1;
+    if (l) {
+        *l = (later){c->acl, phase2, at, bytes, c->executor, c->stream, n};
+        memcpy(l->held, c->held, (size_t)n * sizeof *l->held);
+        code = c->submit(c->submit_ctx, name, run_later, l);
+    }
+    if (code == 0) {
+        c->n_held -= n;
+        return;
+    }
+    if (l) asc_fail(c, FMOE_ERR_DEVICE, "%s: the caller's queue did not take it (%d)", name, code);
+    else asc_fail(c, FMOE_ERR_NOMEM, "%s: no memory to queue it", name);
+    if (c->executor) c->acl->aclDestroyAclOpExecutor(c->executor);
+    free(l);
+}
+
 void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 phase2)
 {
+    void *workspace = c->op_workspace ? c->base + c->used : NULL;
     if (phase1 != 0) {
         char what[96];
         snprintf(what, sizeof what, "%sGetWorkspaceSize", name);
@@ -365,11 +419,23 @@ void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 ph
         if (c->op_workspace) room(c, (size_t)c->op_workspace + ROOM);
     } else if (c->op_workspace && !room(c, (size_t)c->op_workspace)) {
         c->acl->aclDestroyAclOpExecutor(c->executor);
+    } else if (c->submit) {
+        hand_over(c, name, phase2, workspace, c->op_workspace);
     } else {
-        const aclnnStatus code =
-            phase2(c->op_workspace ? c->base + c->used : NULL, c->op_workspace, c->executor, c->stream);
+        const aclnnStatus code = phase2(workspace, c->op_workspace, c->executor, c->stream);
         if (code != 0) fail_vendor(c, name, code);
     }
     c->executor = NULL;
     let_go(c);
+}
+
+void asc_memset_zero(asc_call *c, void *at, size_t bytes)
+{
+    if (c->status != FMOE_OK || c->measure || bytes == 0) return;
+    if (c->submit) {
+        hand_over(c, "aclrtMemsetAsync", NULL, at, bytes);
+        return;
+    }
+    const aclError code = c->acl->aclrtMemsetAsync(at, bytes, 0, bytes, c->stream);
+    if (code != 0) fail_vendor(c, "aclrtMemsetAsync", code);
 }

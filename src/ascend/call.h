@@ -24,20 +24,24 @@ typedef struct asc_plan asc_plan;
 
 enum { ASC_MAX_OBJECTS = 416 }; /* three lists of 128, and the rest */
 
+typedef struct asc_object { /* of CANN, to be destroyed */
+    int kind;
+    void *object;
+} asc_object;
+
 typedef struct asc_call {
     const fmoe_acl *acl;
     const fmoe_plan_impl *p;
     const asc_plan *plan;
     aclrtStream stream;
+    fmoe_submit_fn submit; /* NULL: launch at once */
+    void *submit_ctx;
     bool measure;
     fmoe_status status;
     char *base; /* scratch */
     size_t used, peak, limit;
     int32_t device_before; /* -1: nothing to restore */
-    struct {
-        int kind;
-        void *object;
-    } held[ASC_MAX_OBJECTS]; /* of the operator being launched */
+    asc_object held[ASC_MAX_OBJECTS]; /* of the operator being launched */
     int n_held;
     uint64_t op_workspace;
     aclOpExecutor *executor;
@@ -91,6 +95,7 @@ const aclIntArray *asc_ints(asc_call *c, const int64_t *values, int64_t n);
 typedef aclnnStatus (*asc_phase2)(void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream);
 bool asc_ready(asc_call *c, const char *name, bool exists);
 void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 phase2);
+void asc_memset_zero(asc_call *c, void *at, size_t bytes);
 
 #define ASC_LAUNCH(c, Name, ...)                                                                                       \
     (asc_ready((c), "aclnn" #Name, (c)->acl->aclnn##Name != NULL)                                                      \

@@ -15,16 +15,7 @@ void asc_copy(asc_call *c, asc_view to, asc_view from)
     ASC_LAUNCH(c, InplaceCopy, dst, src);
 }
 
-void asc_zero(asc_call *c, asc_view v)
-{
-    const size_t bytes = (size_t)asc_count(&v) * asc_size(v.dtype);
-    if (c->status != FMOE_OK || c->measure || bytes == 0) return;
-    const aclError code = c->acl->aclrtMemsetAsync(v.data, bytes, 0, bytes, c->stream);
-    if (code != 0) {
-        const char *text = c->acl->aclGetRecentErrMsg();
-        asc_fail(c, FMOE_ERR_DEVICE, "aclrtMemsetAsync answered %d: %.300s", code, text ? text : "no text");
-    }
-}
+void asc_zero(asc_call *c, asc_view v) { asc_memset_zero(c, v.data, (size_t)asc_count(&v) * asc_size(v.dtype)); }
 
 void asc_add_to(asc_call *c, asc_view to, asc_view from)
 {

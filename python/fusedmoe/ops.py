@@ -392,7 +392,12 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
     wanted = [needs & bit for bit in (1, 2, *needs_bits(w, act, flags))]
     grads = [_like(t) for t, yes in zip((x, p), wanted, strict=False) if yes]
-    grads += [torch.empty_like(t) for t, yes in zip(w, wanted[2:], strict=True) if yes]
+    own = [t for t, yes in zip(w, wanted[2:], strict=True) if yes]
+    if flags & LIST and x.device.type not in _DEVICES:  # an NPU writes the gradients of a list at once where they are one stack
+        E, lists = layer_sizes(w, act, flags)[2], [t for t in own if t.dim() == 2]
+        grads += [g for t in lists[::E] for g in t.new_empty((E, *t.shape)).unbind()]
+        own = own[len(lists) :]
+    grads += [torch.empty_like(t) for t in own]
     yield grads
     plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     dx, dp, *dw = _given(grads, wanted)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry and the kernel classes: names, signatures, return types and errors of LLaMA-Factory's file, without its faults."""
 
+import importlib.machinery
 import logging
 import sys
 import types
@@ -70,7 +71,7 @@ def test_order_of_checks(monkeypatch):
         with pytest.raises(ValueError, match="HFModel instance is required"):
             kernels.apply_kernel(name, model=None)
     model = tiny("Qwen3Moe")
-    with pytest.raises(RuntimeError, match="npu.*cpu"):
+    with pytest.raises(RuntimeError, match="npu.*cpu.*torch_npu is not installed.*libascendcl.so not found"):
         NpuFusedMoEKernel.apply(model=model)
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="cuda.*cpu"):
@@ -80,9 +81,14 @@ def test_order_of_checks(monkeypatch):
     assert not NpuFusedMoEKernel.check_deps() and CpuFusedMoEKernel.check_deps()
     npu = types.SimpleNamespace(type="npu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *a, **k: npu)
-    with pytest.raises(RuntimeError, match="torch_npu"):
+    with pytest.raises(RuntimeError, match="torch_npu is not installed.*libascendcl.so"):
         NpuFusedMoEKernel.apply(model=model)
-    monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
+    fake = types.ModuleType("torch_npu")
+    fake.__spec__ = importlib.machinery.ModuleSpec("torch_npu", None)
+    monkeypatch.setitem(sys.modules, "torch_npu", fake)
+    with pytest.raises(RuntimeError, match="torch_npu is installed.*libascendcl.so"):
+        NpuFusedMoEKernel.apply(model=model)
+    monkeypatch.setattr(NpuFusedMoEKernel, "missing", lambda model=None: None)
     assert NpuFusedMoEKernel.apply(model=model, include_kernels="auto", config={}, require_logits=True) is model
     assert any("_fmoe_layer" in vars(m) or "forward" in vars(m) for m in model.modules())
 

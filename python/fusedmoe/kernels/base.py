@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from abc import ABC, abstractmethod
 from enum import Enum, unique
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -51,8 +49,6 @@ class BaseKernel(ABC):
         found = current_accelerator()
         if cls._device != DeviceType.CPU and found != cls._device.value:
             return f"it needs the accelerator {cls._device.value}, the one found is {found}"
-        if cls._device == DeviceType.NPU and "torch_npu" not in sys.modules and find_spec("torch_npu") is None:
-            return "the accelerator is npu, but the package torch_npu is missing"
         return None
 
     @classmethod

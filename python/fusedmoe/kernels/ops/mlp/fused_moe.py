@@ -27,6 +27,16 @@ class MoEKernel(BaseKernel):
         """Apply to ``model=`` and return it; ValueError without one, RuntimeError where something is missing."""
         return hf.apply(cls._checked_model(kwargs))
 
+    @classmethod
+    def missing(cls, model: Any = None) -> str | None:
+        problem, device = super().missing(model), cls._device.value
+        if problem is None:
+            try:  # a plan settles whether the backend is there and takes this device
+                ops._plan(ops.EXPERTS, torch.bfloat16, torch.device(device, 0), 0, 64, 64, 2, k=1)
+            except (RuntimeError, NotImplementedError) as error:
+                problem = f"torch has {device}, but fusedmoe cannot use it: {error}"
+        return problem
+
 
 @register_kernel
 class CpuFusedMoEKernel(MoEKernel):
@@ -47,16 +57,6 @@ class CudaFusedMoEKernel(MoEKernel):
 
     _kernel_id = "cuda_fused_moe"
     _device = DeviceType.CUDA
-
-    @classmethod
-    def missing(cls, model: Any = None) -> str | None:
-        problem = super().missing(model)
-        if problem is None:
-            try:  # a plan settles whether the backend is there and takes this device
-                ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 0, 64, 64, 2, k=1)
-            except (RuntimeError, NotImplementedError) as error:
-                problem = f"CUDA is there, but fusedmoe cannot use it: {error}"
-        return problem
 
 
 @register_kernel

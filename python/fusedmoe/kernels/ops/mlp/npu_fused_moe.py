@@ -7,10 +7,12 @@ The functions compute on the device their tensors are on; only NpuFusedMoEKernel
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 from torch import Tensor, nn
 
-from .... import ops
+from .... import _core, ops
 from ....autograd import GmmFunction, HybridGmmFunction, experts, route
 from ....integrations import layers
 from ...base import DeviceType, register_kernel
@@ -35,11 +37,8 @@ class NpuMoeFused:
     @staticmethod
     def npu_moe_experts_forward(self: nn.Module, hidden_states: Tensor, routing_weights: Tensor, router_indices: Tensor) -> Tensor:
         """(B,S,H), weights (T,k), ids (T,k) -> (B,S,H); gate_up_proj [E,H,2I], down_proj [E,I,H]."""
-        layer = _stacked_layer(self, transposed=True)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        k = router_indices.shape[-1]
-        out = layers.run(self, layer, x, router_indices.reshape(-1, k), routing_weights.reshape(-1, routing_weights.shape[-1]))
-        return out.view(hidden_states.shape)
+        ids, p = (t.flatten(0, -2) for t in (router_indices, routing_weights))
+        return layers.run(self, _stacked_layer(self, transposed=True), hidden_states, ids, p)
 
     @staticmethod
     def npu_moe_experts_v5_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -105,3 +104,11 @@ class NpuFusedMoEKernel(MoEKernel):
 
     _kernel_id = "npu_fused_moe"
     _device = DeviceType.NPU
+
+    @classmethod
+    def missing(cls, model: Any = None) -> str | None:
+        problem = super().missing(model)
+        if problem:
+            cann = next(line for line in _core.info().splitlines() if line.startswith("ascend"))
+            problem += f". Found: torch_npu is {'' if find_spec('torch_npu') else 'not '}installed; {cann}"
+        return problem

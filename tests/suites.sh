@@ -80,8 +80,10 @@ fi
 
 # ---- sanitizers ----
 sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
+ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
 # AMX in software here, so that its kernels are checked on every CPU with AVX512_BF16, and with sanitizers on all of them.
-if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined -DFMOE_AMX_EMULATE=ON; then
+if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined \
+    -DFMOE_AMX_EMULATE=ON; then
     bin=$build/asan/tests
     for name in ref ref_experts ref_route api values alloc threads; do
         suite "asan-$name" "$bin/test_$name"
@@ -96,6 +98,9 @@ if make_variant asan "$build/asan" fmoe_c_tests "${sanitized[@]}" -DFMOE_SANITIZ
     # The example ends without freeing what the system takes back anyway.
     suite asan-example env ASAN_OPTIONS=detect_leaks=0 tests/falls.sh "$bin/train_layer"
     suite asan-replay replays "$bin"
+    for program in $ascend; do
+        suite "asan-$program" env FMOE_ASCEND_PATH="$root/asan/tests/ascend_sim/cann" "$bin/ascend/$program"
+    done
 fi
 if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
@@ -116,12 +121,13 @@ fi
 
 # ---- Ascend on the simulated CANN, from C and through the real torch_npu ----
 if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
-    programs=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
+    programs=$ascend
     # torch_npu also opens libraries of CANN that none of the C tests needs
-    others="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel"
+    others="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
     if make_variant ascend "$build" "$programs $others"; then
         for program in $programs; do
-            for cann in cann cann81; do
+            for cann in cann cann81 split; do # split: other libraries, the same operators
+                [ $cann = split ] && [ "$program" != test_ascend_ops ] && continue
                 suite "$program-$cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$cann" \
                     "$build/tests/ascend/$program"
             done

@@ -28,6 +28,7 @@ typedef struct aclVersion {
 enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_BOOL = 12, ACL_BF16 = 27 };
 enum { ACL_FORMAT_ND = 2 };
 enum { ACL_REPEAT_INITIALIZE = 100002 };
+enum { ACL_DEVICE_TO_HOST = 2 };
 
 #define T const aclTensor *
 #define TL const aclTensorList *

@@ -62,6 +62,8 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     plan->acl = acl;
     plan->keep = choose_keep(&p->d);
     plan->skip = (p->d.flags & (FMOE_SKIP_NEG1 | FMOE_SKIP_E)) != 0;
+    const char *check = getenv("FMOE_ASCEND_CHECK");
+    plan->check = check && *check && strcmp(check, "0") != 0;
     for (int i = 0; i < ASC_CACHE; i++) plan->cache[i].rows = -1;
     if (pthread_mutex_init(&plan->lock, NULL) != 0) {
         free(plan);

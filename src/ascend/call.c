@@ -439,3 +439,18 @@ void asc_memset_zero(asc_call *c, void *at, size_t bytes)
     const aclError code = c->acl->aclrtMemsetAsync(at, bytes, 0, bytes, c->stream);
     if (code != 0) fail_vendor(c, "aclrtMemsetAsync", code);
 }
+
+void asc_to_host(asc_call *c, void *to, const void *from, size_t bytes)
+{
+    if (c->status != FMOE_OK || c->measure) return;
+    if (c->submit || !c->acl->aclrtSynchronizeStream || !c->acl->aclrtMemcpy) {
+        asc_fail(c, FMOE_ERR_UNSUPPORTED, "FMOE_ASCEND_CHECK reads a count back: no fmoe_run.submit, and a CANN with %s",
+                 "aclrtSynchronizeStream and aclrtMemcpy");
+        return;
+    }
+    const aclError wait = c->acl->aclrtSynchronizeStream(c->stream);
+    if (wait != 0) fail_vendor(c, "aclrtSynchronizeStream", wait);
+    if (c->status != FMOE_OK) return;
+    const aclError code = c->acl->aclrtMemcpy(to, bytes, from, bytes, ACL_DEVICE_TO_HOST);
+    if (code != 0) fail_vendor(c, "aclrtMemcpy", code);
+}

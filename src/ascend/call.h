@@ -95,6 +95,7 @@ const aclIntArray *asc_ints(asc_call *c, const int64_t *values, int64_t n);
 typedef aclnnStatus (*asc_phase2)(void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream);
 bool asc_ready(asc_call *c, const char *name, bool exists);
 void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 phase2);
+void asc_to_host(asc_call *c, void *to, const void *from, size_t bytes); /* waits for the stream */
 void asc_memset_zero(asc_call *c, void *at, size_t bytes);
 
 #define ASC_LAUNCH(c, Name, ...)                                                                                       \

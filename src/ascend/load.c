@@ -19,7 +19,7 @@ enum { RUNTIME, BASE, OPERATORS, LIBRARIES = OPERATORS + 3 }; /* up to three ope
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static fmoe_acl loaded;
 static fmoe_status outcome;
-static char reason[512];
+static char reason[1024];
 
 static void *open_in(const char *folder, const char *sub, const char *name)
 {
@@ -45,6 +45,18 @@ static fmoe_status missing(const char *what, const char *name)
     snprintf(reason, sizeof reason, "%s %s not found%s%s%s%s%s", what, name, own && *own ? " in FMOE_ASCEND_PATH " : "",
              own && *own ? own : "", why ? " (" : "", why ? why : "", why ? ")" : "");
     return FMOE_ERR_BACKEND;
+}
+
+/* Every symbol that is missing is named, not only the first. */
+typedef struct names {
+    char text[512];
+    size_t used;
+} names;
+
+static void add(names *n, const char *name)
+{
+    const int w = snprintf(n->text + n->used, sizeof n->text - n->used, "%s%s", n->used ? ", " : "", name);
+    n->used += (size_t)w < sizeof n->text - n->used ? (size_t)w : sizeof n->text - 1 - n->used;
 }
 
 static void *find(void *const *libs, int first, int last, const char *name)
@@ -79,18 +91,19 @@ static fmoe_status open_all(void **libs)
 
 static fmoe_status bind(void *const *libs, fmoe_acl *acl)
 {
+    names lost = {.used = 0};
     /* ISO C has no cast from void * to a function pointer; POSIX defines the copy. */
 #define ACL_FN(need, library, ret, name, args)                                                                         \
     {                                                                                                                  \
         void *f = find(libs, library, library + 1, #name);                                                             \
-        if (need && !f) return missing("symbol", #name);                                                               \
+        if (need && !f) add(&lost, #name);                                                               \
         memcpy(&acl->name, &f, sizeof f);                                                                              \
     }
 #define ACL_OP(need, name, args)                                                                                       \
     {                                                                                                                  \
         void *one = find(libs, OPERATORS, LIBRARIES, "aclnn" #name "GetWorkspaceSize");                                \
         void *two = find(libs, OPERATORS, LIBRARIES, "aclnn" #name);                                                   \
-        if (need && !(one && two)) return missing("symbol", "aclnn" #name);                                            \
+        if (need && !(one && two)) add(&lost, "aclnn" #name);                                            \
         if (!one || !two) one = two = NULL;                                                                            \
         memcpy(&acl->aclnn##name##GetWorkspaceSize, &one, sizeof one);                                                 \
         memcpy(&acl->aclnn##name, &two, sizeof two);                                                                   \
@@ -98,11 +111,11 @@ static fmoe_status bind(void *const *libs, fmoe_acl *acl)
 #include "acl.inc"
 #undef ACL_FN
 #undef ACL_OP
-    if (!acl->aclnnGroupedMatmulV4 && !acl->aclnnGroupedMatmulV5)
-        return missing("symbol", "aclnnGroupedMatmulV5 (nor V4)");
-    if (!acl->aclnnMoeInitRoutingV2 && !acl->aclnnMoeInitRoutingV3)
-        return missing("symbol", "aclnnMoeInitRoutingV3 (nor V2)");
-    return FMOE_OK;
+    if (!acl->aclnnGroupedMatmulV4 && !acl->aclnnGroupedMatmulV5) add(&lost, "aclnnGroupedMatmulV5 (nor V4)");
+    if (!acl->aclnnMoeInitRoutingV2 && !acl->aclnnMoeInitRoutingV3) add(&lost, "aclnnMoeInitRoutingV3 (nor V2)");
+    if (!lost.used) return FMOE_OK;
+    dlerror(); /* it would speak of the last symbol only */
+    return missing("symbols", lost.text);
 }
 
 static fmoe_status start(fmoe_acl *acl)
@@ -136,7 +149,7 @@ static fmoe_status start(fmoe_acl *acl)
         int major = 0, minor = 0;
         if (sscanf(acl->version, "%d.%d", &major, &minor) >= 1) {
             acl->mixed_probs = major > 8 || (major == 8 && minor >= 5);
-            if (major < 8) {
+            if (major < 8 || (major == 8 && minor < 1)) {
                 snprintf(reason, sizeof reason, "CANN %s is too old, 8.1 or later is needed", acl->version);
                 return FMOE_ERR_BACKEND;
             }

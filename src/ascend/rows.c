@@ -46,9 +46,35 @@ asc_view asc_skip_mask(asc_call *c, const fmoe_tensor *ids)
     return mask;
 }
 
+/* FMOE_ASCEND_CHECK: how many ids belong to no expert and are no skip mark, read back before anything uses them. To find
+ * a fault: what CANN does with such an id is an exception of the device at best. */
+static void check_ids(asc_call *c, const fmoe_tensor *ids)
+{
+    const uint32_t flags = c->p->d.flags;
+    const int64_t E = c->p->d.E, low = flags & FMOE_SKIP_NEG1 ? -1 : 0, high = flags & FMOE_SKIP_E ? E + 1 : E;
+    const size_t top = c->used;
+    const asc_view v = asc_packed(c, ids), mask = asc_new2(c, ACL_BOOL, v.dims[0], v.dims[1]),
+                   sums = asc_new2(c, ACL_FLOAT, 2, 1);
+    const int64_t all = 0, R = v.dims[0] * v.dims[1];
+    for (int side = 0; side < 2; side++) {
+        mark(c, v, side == 0, side == 0 ? low : high, mask);
+        const asc_view ones = asc_shape(asc_packed_as(c, mask, ACL_FLOAT), 1, R, 0, 0);
+        const aclTensor *from = asc_t(c, ones), *to = asc_t(c, asc_at(sums, side));
+        const aclIntArray *dims = asc_ints(c, &all, 1);
+        ASC_LAUNCH(c, ReduceSum, from, dims, true, ACL_FLOAT, to);
+    }
+    float bad[2] = {0, 0};
+    asc_to_host(c, bad, sums.data, sizeof bad);
+    if (bad[0] + bad[1] > 0)
+        asc_fail(c, FMOE_ERR_INDEX, "%.0f of %lld ids are outside [%lld, %lld)", (double)(bad[0] + bad[1]),
+                 (long long)R, (long long)low, (long long)high);
+    asc_release(c, top);
+}
+
 void asc_route_rows(asc_call *c, asc_view x, const fmoe_tensor *ids, asc_view xp, asc_routing *r)
 {
     const int64_t R = xp.dims[0], E = c->p->d.E, experts = c->plan->skip ? E + 1 : E;
+    if (c->plan->check) check_ids(c, ids);
     asc_view from = c->plan->skip ? skip_ids(c, ids, &r->mask) : asc_of(ids);
     const size_t top = c->used;
     from = asc_packed_as(c, from, ACL_INT32);

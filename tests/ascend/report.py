@@ -4,15 +4,18 @@
 
     FMOE_SIM=... python tests/ascend/report.py [docs/ascend.md]
 
-Prints the tables; with a file, replaces what stands there between the two report marks. Nothing is computed: operators
-are only counted, so the sizes are those of the real model.
+Prints the tables; with a file, replaces what stands there between the two report marks. Layers are not computed, their
+operators are only counted, so the sizes are those of the real model. FMOE_V4: a folder with transformers 4 and
+LLaMA-Factory 0.9.4, for the block with lists of experts; theirs reads counts back, so that one is computed.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
+from importlib.metadata import version
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
@@ -59,6 +62,14 @@ def measure(forward, backward, leaves) -> dict:
     }
 
 
+def row(name: str, r: dict, base: dict) -> str:
+    share, memory = (100 * r[what] / base[what] for what in ("bytes", "kept"))
+    return (
+        f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {r['bytes'] / 1e6:.0f} MB ({share:.0f} %) "
+        f"| {r['kept'] / 1e6:.1f} MB ({memory:.0f} %) |"
+    )
+
+
 def layer_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
     layer = rivals.Layer(T, H, I, E, k, torch.bfloat16, fill=False)
     rows = {}
@@ -79,14 +90,7 @@ def layer_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
         "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd | kept for backward |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, r in rows.items():
-        share = f" ({100 * r['bytes'] / base['bytes']:.0f} %)" if base else ""
-        memory = f" ({100 * r['kept'] / base['kept']:.0f} %)" if base else ""
-        lines.append(
-            f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {r['bytes'] / 1e6:.0f} MB{share} | "
-            f"{r['kept'] / 1e6:.1f} MB{memory} |"
-        )
-    return lines
+    return lines + [row(name, r, base or r) for name, r in rows.items()]
 
 
 def operators_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
@@ -104,55 +108,63 @@ def operators_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
 
 
 def block_table(T: int, H: int, I: int, E: int, k: int) -> list[str]:
-    """The Qwen3 block of transformers 4: a router and a list of E experts."""
+    """The Qwen3 block of transformers 4, a router and a list of E experts. Runs where transformers 4 is installed."""
+    import transformers
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
     from fusedmoe.kernels.ops.mlp.npu_fused_moe import Qwen3NpuMoeFused
 
     torch.manual_seed(0)
-    block = rivals.Block(H, I, E, k).to(torch.bfloat16).npu()
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=k, norm_topk_prob=True
+    )
+    block = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16).npu()
     x = torch.randn(1, T, H).to(torch.bfloat16).npu().requires_grad_()
     dout = torch.ones(1, T, H).to(torch.bfloat16).npu()
     lines = [
-        f"Whole block of transformers 4 (router and a list of {E} experts), k={k} H={H} I={I}, bf16, T={T}:",
+        f"Whole block of transformers {transformers.__version__} (router and a list of {E} experts), k={k} H={H} I={I}, "
+        f"bf16, T={T}:",
         "",
-        "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd |",
-        "|---|---|---|---|---|---|",
+        "| | launches forward | backward | syncs | host copies | bytes moved, fwd + bwd | kept for backward |",
+        "|---|---|---|---|---|---|---|",
     ]
-    runs = [("fusedmoe", Qwen3NpuMoeFused)]
-    if rivals.original() is not None:
-        runs.insert(0, ("LLaMA-Factory 0.9.4 and 0.9.5", rivals.original().Qwen3NpuMoeFused))
-    npu.put("count_only", 0)  # the original reads counts back and splits by them: it must be computed
     base = None
-    for name, kernel in runs:
+    theirs = rivals.original().Qwen3NpuMoeFused
+    for name, kernel in ((f"LLaMA-Factory {version('llamafactory')}", theirs), ("fusedmoe", Qwen3NpuMoeFused)):
         r = measure(
             lambda kernel=kernel: kernel.qwen3moe_sparse_moe_block_forward(block, x)[0],
             lambda out: out.backward(dout),
             [x, *block.parameters()],
         )
         base = base or r
-        share = f"{r['bytes'] / 1e6:.0f} MB ({100 * r['bytes'] / base['bytes']:.0f} %)"
-        lines.append(f"| {name} | {r['fwd']} | {r['bwd']} | {r['syncs']} | {r['copies']} | {share} |")
-    npu.put("count_only", 1)
+        lines.append(row(name, r, base))
     return lines
 
 
 def main() -> None:
     torch.npu.set_device(0)
-    npu.put("count_only", 1)
-    lines = [
-        f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, fusedmoe {fusedmoe.__version__}, "
-        "simulated CANN 8.5.0 on Ascend910B2.",
-        "",
-    ]
-    for T in (512, 4096):
-        lines += layer_table(T, 2048, 768, 128, 8) + [""]
-    lines += operators_table(512, 2048, 768, 128, 8) + [""]
-    lines += block_table(64, 256, 96, 128, 8)
+    if sys.argv[1:] == ["block"]:  # in the environment with transformers 4
+        lines = block_table(64, 256, 96, 128, 8)
+    else:
+        npu.put("count_only", 1)
+        lines = [
+            f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, fusedmoe {fusedmoe.__version__}, "
+            "simulated CANN 8.5.0 on Ascend910B2.",
+            "",
+        ]
+        for T, H, I in ((512, 2048, 768), (4096, 2048, 768), (64, 256, 96), (512, 256, 96)):
+            lines += layer_table(T, H, I, 128, 8) + [""]
+        lines += operators_table(512, 2048, 768, 128, 8) + [""]
+        npu.put("count_only", 0)
+        env = {**os.environ, "PYTHONPATH": os.environ["FMOE_V4"]}
+        block = subprocess.run([sys.executable, __file__, "block"], env=env, stdout=subprocess.PIPE, text=True, check=True)
+        lines += block.stdout.strip().splitlines()
     torch.npu.synchronize()
     if npu.violation():
         raise SystemExit(f"violation of CANN's rules: {npu.violation()}")
     text = "\n".join(lines)
     print(text)
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] != "block":
         with open(sys.argv[1]) as f:
             page = f.read()
         between = re.escape(BEGIN) + ".*?" + re.escape(END)

@@ -65,7 +65,7 @@ TEST(no_cann_anywhere)
 TEST(symbol_missing)
 {
     CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER "/../nogmm"), FMOE_ERR_BACKEND);
-    HAS("symbol aclnnSwiGluGrad not found");
+    HAS("symbols aclnnSwiGluGrad, aclnnGroupedMatmulV5 (nor V4) not found in FMOE_ASCEND_PATH");
 }
 
 TEST(old_chip)
@@ -78,12 +78,16 @@ TEST(old_cann)
 {
     CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "7.0.1"), FMOE_ERR_BACKEND);
     HAS("CANN 7.0.1 is too old");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.0.0"), FMOE_ERR_BACKEND);
+    HAS("CANN 8.0.0 is too old, 8.1 or later is needed");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.1.RC1"), FMOE_OK);
 }
 
 TEST(present)
 {
     CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER), FMOE_OK);
     CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER "/../cann81"), FMOE_OK);
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER "/../split"), FMOE_OK); /* operators in three libraries */
 }
 
 TEST(info_is_one_line)
@@ -94,4 +98,6 @@ TEST(info_is_one_line)
     const char *line = strstr(text, "ascend:");
     REQUIRE(line != NULL);
     CHECK(strstr(line, "not available") != NULL && strstr(line, "libascendcl.so") != NULL);
+    const char *end = strchr(line, '\n');
+    CHECK(end && end[1] == 0); /* the last line, and one only */
 }

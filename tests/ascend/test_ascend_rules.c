@@ -152,8 +152,10 @@ static void sweep(layer_case c, const char *function)
         }
         CHECK(n > 3);
     }
-    layer_reference(&l);
-    layer_compare(&l); /* the plan is none the worse */
+    if (!c.backward) { /* the plan is none the worse; what was added to before a failure stays added */
+        layer_reference(&l);
+        layer_compare(&l);
+    }
     layer_free(&l);
 }
 
@@ -166,6 +168,28 @@ NPU_TEST(every_call_fails)
     sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_SKIP_NEG1, .form = LISTS, .grad = FMOE_F32}, "*");
     sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_BIAS, .grad = FMOE_F32, .gaps = true},
           "aclCreateTensor");
+    sweep((layer_case){.dtype = FMOE_F16, SMALL, .form = TURNED, .backward = FMOE_ACCUMULATE | FMOE_ADD_DX}, "*");
+    sweep((layer_case){.dtype = FMOE_F32, SMALL, .form = LISTS, .apart = true}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, .T = 3, .H = 8, .I = 8, .E = 1, .k = 1, .flags = FMOE_BIAS}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, .T = 4, .H = 8, .I = 8, .E = 130, .k = 2, .form = LISTS},
+          "aclCreateTensorList");
+}
+
+NPU_TEST(every_call_of_the_lean_plan_fails)
+{
+    setenv("FMOE_ASCEND_KEEP", "lean", 1);
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .form = LISTS}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .flags = FMOE_SKIP_E, .p = FMOE_F32}, "*");
+    unsetenv("FMOE_ASCEND_KEEP");
+}
+
+NPU_TEST(every_call_of_every_activation_fails)
+{
+    for (int act = FMOE_ACT_GEGLU; act <= FMOE_ACT_SWIGLU_CLAMP_OUT; act++)
+        sweep((layer_case){.dtype = FMOE_F32, SMALL, .act = act, .limit = 0.4}, "*");
+    for (int act = FMOE_ACT_SILU; act <= FMOE_ACT_RELU2; act++)
+        sweep((layer_case){.dtype = FMOE_F32, SMALL, .act = act}, "*");
 }
 
 /* The same while a plan asks how much workspace it needs. */
@@ -210,6 +234,117 @@ NPU_TEST(bad_id)
     CHECK(npu.get("violations") > 0);
     npu.forgive();
     layer_free(&l);
+}
+
+/* FMOE_ASCEND_CHECK: the same id, and a mark that the plan does not have, are named before anything is launched on them.
+ */
+NPU_TEST(bad_id_checked)
+{
+    setenv("FMOE_ASCEND_CHECK", "1", 1);
+    layer l = layer_make((layer_case){.dtype = FMOE_F32, SMALL, .flags = FMOE_SKIP_E});
+    fmoe_tensor *ids = tensor_fill(tensor_new(I64, SHAPE(5, 2)), 4); /* E: skipped */
+    tensor_set(ids, 3, 77);
+    tensor_set(ids, 8, -1);
+    l.a.ids = to_npu(ids);
+    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 5, FMOE_ASCEND, 0);
+    CHECK_STATUS(layer_forward(&l, &f), FMOE_ERR_INDEX);
+    CHECK_ERROR_HAS("2 of 10 ids are outside [0, 5)");
+    CHECK_EQ(npu.get("aclnnMoeInitRoutingV3") + npu.get("aclnnMoeInitRoutingV2"), 0);
+    layer_free(&l);
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL}, "*"); /* good ids: as ever, and every call may fail */
+    unsetenv("FMOE_ASCEND_CHECK");
+}
+
+/* ---- A queue of the caller's ---- */
+
+typedef struct queue {
+    struct {
+        int (*launch)(void *);
+        void *arg;
+    } task[64];
+    int n, refuse; /* the refuse-th is not taken */
+} queue;
+
+static int put(void *ctx, const char *name, int (*launch)(void *), void *arg)
+{
+    queue *q = ctx;
+    CHECK(strncmp(name, "acl", 3) == 0);
+    if (--q->refuse == 0) return 7;
+    REQUIRE(q->n < 64);
+    q->task[q->n].launch = launch;
+    q->task[q->n++].arg = arg;
+    return 0;
+}
+
+static int flush(queue *q) /* the first error; what follows runs all the same, as on a device */
+{
+    int first = 0;
+    for (int i = 0; i < q->n; i++) {
+        const int code = q->task[i].launch(q->task[i].arg);
+        if (!first) first = code;
+    }
+    q->n = 0;
+    return first;
+}
+
+static void *flush_elsewhere(void *arg)
+{
+    npu.set_device(0);
+    return (void *)(intptr_t)flush(arg);
+}
+
+static bool nothing_lives(void)
+{
+    return npu.get("live_tensors") + npu.get("live_lists") + npu.get("live_scalars") + npu.get("live_arrays") +
+               npu.get("live_executors") ==
+           0;
+}
+
+/* Forward and backward through a queue that another thread empties afterwards: nothing is launched before, and the
+ * results are those of the direct way. Whatever is refused or fails later leaves nothing. */
+NPU_TEST(submitting)
+{
+    static const layer_case cases[] = {{.dtype = FMOE_BF16, SMALL},
+                                       {.dtype = FMOE_BF16, SMALL, .flags = FMOE_SKIP_NEG1, .form = LISTS},
+                                       {.dtype = FMOE_BF16, SMALL, .flags = FMOE_BIAS, .grad = FMOE_F32}};
+    for (int i = 0; i < 3; i++) {
+        layer l = layer_make(cases[i]);
+        queue q = {.n = 0};
+        fmoe_run run[2] = {run_for(l.plan, FMOE_FORWARD, 5, FMOE_ASCEND, 0),
+                           run_for(l.plan, FMOE_BACKWARD, 5, FMOE_ASCEND, 0)};
+        npu.reset();
+        for (int pass = 0; pass < 2; pass++) {
+            run[pass].submit = put;
+            run[pass].submit_ctx = &q;
+            CHECK_STATUS(pass ? layer_backward(&l, &run[1]) : layer_forward(&l, &run[0]), FMOE_OK);
+        }
+        CHECK_EQ(npu.get("launches"), 0);
+        CHECK(q.n >= 13);
+        const int tasks = q.n;
+        pthread_t thread;
+        void *code = NULL;
+        REQUIRE(pthread_create(&thread, NULL, flush_elsewhere, &q) == 0);
+        pthread_join(thread, &code);
+        CHECK_EQ((intptr_t)code, 0);
+        CHECK(nothing_lives());
+        layer_reference(&l);
+        layer_compare(&l);
+        for (int refuse = 1; refuse <= tasks; refuse++) {
+            q.refuse = refuse;
+            fmoe_status s = layer_forward(&l, &run[0]);
+            if (s == FMOE_OK) s = layer_backward(&l, &run[1]);
+            CHECK_EQ(s, FMOE_ERR_DEVICE);
+            CHECK_ERROR_HAS("the caller's queue did not take it (7)");
+            CHECK_EQ(flush(&q), 0);
+            CHECK(nothing_lives());
+        }
+        q.refuse = 0;
+        CHECK_STATUS(layer_forward(&l, &run[0]), FMOE_OK);
+        npu.fail("aclnnSwiGlu", 1, 507899);
+        CHECK_EQ(flush(&q), 507899); /* the queue hears of it, and nobody else */
+        CHECK(nothing_lives());
+        layer_free(&l);
+    }
 }
 
 /* ---- Time ---- */

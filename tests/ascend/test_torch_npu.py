@@ -18,8 +18,9 @@ import torch
 
 import fusedmoe
 import rivals
-from fusedmoe import ops
+from fusedmoe import _core, ops
 from fusedmoe.kernels.ops.mlp.npu_fused_moe import NpuMoeFused
+from models import tiny, train
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 UNIT = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -117,12 +118,24 @@ def test_launches_of_the_kernel_class():
 
 @needs_original
 def test_fewer_than_the_original():
-    layer = rivals.Layer(64, 256, 96, 128, 8, torch.bfloat16)
-    with npu.Count() as forward:
-        out = rivals.forward_original(layer)
-    with npu.Count() as backward:
-        out.backward(layer.dout)
-    assert (forward.launches, backward.launches) == (9, 9)
+    """Qwen3-30B-A3B's experts at their own size, T = 512, counted and not computed: launches and bytes beside theirs."""
+    npu.put("count_only", 1)
+    try:
+        layer = rivals.Layer(512, 2048, 768, 128, 8, torch.bfloat16, fill=False)
+        rivals.forward_ours(layer)  # the first call settles plans
+        bytes_ = []
+        for run, launches in ((rivals.forward_ours, (6, 7)), (rivals.forward_original, (9, 9))):
+            layer.clear()
+            with npu.Count() as forward:
+                out = run(layer)
+            with npu.Count() as backward:
+                out.backward(layer.dout)
+            assert (forward.launches, backward.launches) == launches
+            bytes_.append(forward.bytes + backward.bytes)
+        assert bytes_[0] <= 0.65 * bytes_[1], bytes_
+        torch.npu.synchronize()
+    finally:
+        npu.put("count_only", 0)
 
 
 def test_skip_marks():
@@ -159,6 +172,35 @@ def test_lists(dtype):
         assert q.grad is not None
         if p.grad is not None and p.grad.norm() > 1e-3:
             assert distance(q.grad, p.grad) < UNIT[dtype] * 8
+
+
+def test_kernel_classes():
+    """The stacked block of transformers 4 through its two functions, and the kernels that name no device."""
+    from fusedmoe.kernels import apply_kernel
+
+    torch.manual_seed(0)
+    results = []
+    for device in ("cpu", "npu"):
+        g = torch.Generator().manual_seed(5)
+        made = [torch.randn(*s, generator=g) / 6 for s in ((8, 32, 48), (8, 24, 32), (8, 32), (2, 6, 32))]
+        w1, w2, gate, x = (t.to(device).requires_grad_() for t in made)
+        experts = torch.nn.Module()
+        experts.gate_up_proj, experts.down_proj, experts.act_fn = w1, w2, torch.nn.SiLU()
+        block = torch.nn.Module()
+        block.experts, block.top_k, block.gate = experts, 2, lambda t, gate=gate: t @ gate.T
+        out = NpuMoeFused.npu_moe_sparse_block_forward(block, x)
+        out.sum().backward()
+        results.append([out, w1.grad, w2.grad, gate.grad, x.grad])
+    errors = [distance(b, a) for a, b in zip(*results, strict=True)]
+    assert max(errors) < 1e-5
+    model = tiny("qwen3_moe").npu()
+    assert apply_kernel("fused_moe", model=model) is model
+    npu.reset()
+    model(input_ids=torch.randint(0, 60, (2, 10)).npu())
+    npu.drain()
+    assert npu.get("aclnnMoeInitRoutingV3") == 2
+    with pytest.raises(RuntimeError, match="needs a model on the cpu"):
+        apply_kernel("cpu_fused_moe", model=model)
 
 
 def test_gmm_functions():
@@ -200,10 +242,43 @@ def test_route(renormalize):
 
 # ---- the task queue ----
 
+
+def test_launches_go_through_the_queue():
+    """By torch_npu's own thread; without its queue, or with the queue empty first, by ours."""
+    layer = rivals.Layer(24, 32, 16, 8, 2, torch.bfloat16)
+    rivals.forward_ours(layer)
+    by_others = []
+    for queue in (True, False):
+        was = _core.use_queue(queue)
+        assert was is True or not queue  # the symbol was found
+        try:
+            with npu.Count():
+                rivals.forward_ours(layer)
+            by_others.append((npu.get("launches"), npu.get("launches_elsewhere")))
+        finally:
+            _core.use_queue(True)
+    assert by_others == [(6, 6), (6, 0)]
+
+
+def test_another_device():
+    """Tensors that are not on the current device: its queue is not used, results are the same."""
+    layer, want = rivals.Layer(24, 32, 16, 8, 2, torch.bfloat16), None
+    want = gradients(layer, rivals.forward_ours)
+    with torch.npu.device(1):
+        other = rivals.Layer(24, 32, 16, 8, 2, torch.bfloat16)
+    assert other.x.device.index == 1 and torch.npu.current_device() == 0
+    got = gradients(other, rivals.forward_ours)
+    torch.npu.synchronize(1)
+    same = [bool((a.cpu() == b.cpu()).all()) for a, b in zip(got, want, strict=True)]
+    assert all(same)
+
+
 QUEUE_CASE = """
 import os, sys, hashlib
 sys.path.insert(0, {here!r})
 import npu, torch, torch_npu, rivals
+from fusedmoe import _core
+_core.use_queue({queue})
 layer = rivals.Layer(24, 32, 16, 8, 2, torch.bfloat16)
 torch.npu.synchronize()
 npu.put("phase2_delay_us", {phase2})
@@ -223,18 +298,47 @@ print("digest", digest.hexdigest())
 """
 
 
-def digest(mode: str, phase2: int, delay: int) -> str:
-    code = QUEUE_CASE.format(here=HERE, phase2=phase2, delay=delay)
-    run = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "TASK_QUEUE_ENABLE": mode}, capture_output=True, text=True
-    )
+def run_case(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, capture_output=True, text=True)
+
+
+def digest(mode: str, phase2: int, delay: int, queue: bool = True) -> str:
+    run = run_case(QUEUE_CASE.format(here=HERE, phase2=phase2, delay=delay, queue=queue), TASK_QUEUE_ENABLE=mode)
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.split("digest ")[1].strip()
 
 
 def test_task_queue_modes():
-    """Every mode of torch_npu's task queue, on time and late: the same bits."""
-    assert len({digest("1", 0, 0), digest("0", 0, 300), digest("1", 20000, 300), digest("2", 20000, 300)}) == 1
+    """Every mode of torch_npu's task queue, on time and late, through the queue and after draining it: the same bits."""
+    on_time, late = (0, 0), (20000, 300)
+    runs = [("1", *on_time), ("0", *late), ("1", *late), ("2", *late), ("1", *late, False), ("2", *late, False)]
+    assert len({digest(*r) for r in runs}) == 1
+
+
+LATE_ERROR = """
+import sys
+sys.path.insert(0, {here!r})
+import npu, torch, torch_npu, rivals
+layer = rivals.Layer(8, 16, 8, 4, 2, torch.float32)
+rivals.forward_ours(layer)
+torch.npu.synchronize()
+npu.fail("aclnnSwiGlu", 1, 361001)
+try:
+    rivals.forward_ours(layer)
+    torch.npu.synchronize()
+except RuntimeError as error:
+    print("said", "aclnnSwiGlu" in str(error))
+print("left", *(npu.get("live_" + n) for n in ("tensors", "lists", "scalars", "arrays")), flush=True)
+import os
+os._exit(0)  # torch_npu's queue has stopped for good: its own operators end like this, too
+"""
+
+
+@pytest.mark.parametrize("mode", ["0", "1"])
+def test_error_of_a_queued_launch(mode):
+    """A launch that CANN refuses: at the call without the queue, at the next synchronisation with it, and named."""
+    run = run_case(LATE_ERROR.format(here=HERE), TASK_QUEUE_ENABLE=mode)
+    assert "said True" in run.stdout and "left 0 0 0 0" in run.stdout, run.stdout + run.stderr[-2000:]
 
 
 def test_other_stream():
@@ -254,52 +358,6 @@ def test_other_stream():
 
 
 # ---- whole models ----
-
-
-def tiny(kind: str):
-    import transformers
-
-    torch.manual_seed(0)
-    text = dict(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-    )
-    if kind == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(**text, architectures=["Qwen3MoeForCausalLM"])
-        config._attn_implementation = "eager"
-        return transformers.Qwen3MoeForCausalLM(config)
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-    vision = dict(
-        depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, deepstack_visual_indexes=[0]
-    )
-    config = transformers.Qwen3VLMoeConfig(
-        text_config=text, vision_config=vision, architectures=["Qwen3VLMoeForConditionalGeneration"]
-    )
-    for c in (config, config.text_config, config.vision_config):
-        c._attn_implementation = "eager"
-    return transformers.Qwen3VLMoeForConditionalGeneration(config)
-
-
-def train(model, ids: torch.Tensor, steps: int = 2) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    losses = []
-    for _ in range(steps):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -352,3 +410,56 @@ def test_error_of_a_launch():
         rivals.forward_ours(layer)
     npu.fail("", 0, 0)
     assert distance(gradients(layer, rivals.forward_ours)[0], on_cpu(layer)[0]) < 1e-5
+
+
+APPLY = """
+import os, sys
+sys.path.insert(0, {here!r})
+import npu, torch, torch_npu
+os.environ["FMOE_ASCEND_PATH"] = {path!r}
+from fusedmoe.kernels import apply_kernel
+try:
+    apply_kernel("npu_fused_moe", model=torch.nn.Linear(2, 2).npu())
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/nonexistent", ["libascendcl.so not found in FMOE_ASCEND_PATH /nonexistent"]),
+     ("nogmm", ["aclnnSwiGluGrad", "aclnnGroupedMatmulV5 (nor V4)"])],
+)  # fmt: skip
+def test_apply_says_what_is_missing(path, said):
+    """torch_npu is there, CANN is not, or lacks operators: known when the kernel is applied, not at the first forward."""
+    path = os.path.normpath(os.path.join(npu.FOLDER, "..", path)) if path[0] != "/" else path
+    run = run_case(APPLY.format(here=HERE, path=path))
+    assert run.returncode == 0, run.stderr[-2000:]
+    for text in ("NpuFusedMoEKernel (npu_fused_moe) cannot be applied", "torch_npu is installed", *said):
+        assert text in run.stdout, run.stdout
+
+
+BAD_ID = """
+import sys
+sys.path.insert(0, {here!r})
+import npu, torch, torch_npu, rivals
+npu.put("quiet", 1)
+layer = rivals.Layer(8, 16, 8, 4, 2, torch.float32)
+layer.ids[3, 1] = 77
+try:
+    rivals.forward_ours(layer)
+    print("the call returns", flush=True)
+    torch.npu.synchronize()
+except (RuntimeError, IndexError) as error:
+    print(type(error).__name__, "507015" in str(error), error, flush=True)
+import os
+os._exit(0)
+"""
+
+
+def test_bad_id():
+    """Without a check an id out of range is the device's exception at the next synchronisation."""
+    run = run_case(BAD_ID.format(here=HERE))
+    assert "the call returns" in run.stdout and "RuntimeError True" in run.stdout, run.stdout + run.stderr[-2000:]
+    run = run_case(BAD_ID.format(here=HERE), FMOE_ASCEND_CHECK="1")
+    assert "IndexError" in run.stdout and "1 of 16 ids" in run.stdout, run.stdout + run.stderr[-2000:]

@@ -222,6 +222,23 @@ int64_t sim_int_array(const aclIntArray *a, int64_t *values, int64_t max)
     return (int64_t)a->size;
 }
 
+void sim_set_rows(const aclTensor *t, int64_t rows)
+{
+    if (is(t, TENSOR)) ((aclTensor *)t)->t.dims[0] = rows;
+}
+
+aclnnStatus aclGetViewShape(const aclTensor *x, int64_t **dims, uint64_t *ndim)
+{
+    const int code = sim_enter(__func__);
+    if (code) return code;
+    if (!x || !dims || !ndim || !is(x, TENSOR)) return ACLNN_E_NULL;
+    *ndim = (uint64_t)x->t.ndim;
+    *dims = calloc(SIM_MAX_DIMS, sizeof **dims); /* the caller's to free */
+    if (!*dims) abort();
+    memcpy(*dims, x->t.dims, (size_t)x->t.ndim * sizeof **dims);
+    return ACL_OK;
+}
+
 /* ---- Executors ---- */
 
 static aclOpExecutor *owner(sim_exec *e) { return (aclOpExecutor *)((char *)e - offsetof(aclOpExecutor, e)); }
@@ -434,6 +451,7 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
     const int64_t delay = fmoe_sim_option("phase2_delay_us");
     if (delay > 0 && gettid() != getpid()) usleep((useconds_t)delay);
     const int code = sim_enter(function);
+    if (gettid() != getpid()) sim_add("launches_elsewhere", 1);
     if (!is(x, EXECUTOR)) {
         sim_violation("%s: its executor was used before or never made", function);
         return ACLNN_E_INNER_NULL;

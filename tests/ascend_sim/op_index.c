@@ -182,29 +182,34 @@ aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor *grad, c
 }
 SIM_PHASE2(EmbeddingDenseBackward)
 
-/* self[i0, i1, ...]: the leading dimensions, with broadcast index tensors */
+/* self[:, ..., i0, i1, ...]: neighbouring dimensions, with broadcast index tensors. A dimension that is kept whole comes
+ * as an index tensor without elements. */
 static void index_many(sim_exec *e) /* self, out, indices... */
 {
     const sim_tensor *t = &e->t[0], *out = &e->t[1];
-    const int n = e->nt - 2;
-    int64_t inner = 1;
-    for (int i = n; i < t->ndim; i++) inner *= t->dims[i];
+    const int all = e->nt - 2;
+    int lead = 0;
+    int64_t outer = 1, inner = 1, m = 1, span = 1;
+    while (lead < all && sim_numel(&e->t[2 + lead]) == 0) outer *= t->dims[lead++];
+    const int n = all - lead;
+    for (int i = all; i < t->ndim; i++) inner *= t->dims[i];
+    for (int i = lead; i < all; i++) span *= t->dims[i];
     sim_tensor like = *out;
     like.ndim = out->ndim - (t->ndim - n);
-    int64_t m = 1;
-    for (int i = 0; i < like.ndim; i++) m *= like.dims[i];
+    for (int i = 0; i < like.ndim; i++) m *= like.dims[i] = out->dims[lead + i];
     const double *v = sim_load(e, 0), *index[SIM_MAX_DIMS];
-    for (int i = 0; i < n; i++) index[i] = sim_load_as(e, 2 + i, &like);
-    double *r = sim_buffer(e, (size_t)(m * inner) * sizeof *r);
+    for (int i = 0; i < n; i++) index[i] = sim_load_as(e, 2 + lead + i, &like);
+    double *r = sim_buffer(e, (size_t)(outer * m * inner + 1) * sizeof *r);
     for (int64_t j = 0; j < m; j++) {
         int64_t at = 0;
         for (int i = 0; i < n; i++) {
             int64_t x = (int64_t)index[i][j];
-            if (x < 0) x += t->dims[i];
-            if (!in_range(e, x, t->dims[i])) return;
-            at = at * t->dims[i] + x;
+            if (x < 0) x += t->dims[lead + i];
+            if (!in_range(e, x, t->dims[lead + i])) return;
+            at = at * t->dims[lead + i] + x;
         }
-        memcpy(r + j * inner, v + at * inner, (size_t)inner * sizeof *r);
+        for (int64_t o = 0; o < outer; o++)
+            memcpy(r + (o * m + j) * inner, v + (o * span + at) * inner, (size_t)inner * sizeof *r);
     }
     sim_store(e, 1, r);
 }
@@ -217,11 +222,128 @@ aclnnStatus aclnnIndexGetWorkspaceSize(const aclTensor *self, const aclTensorLis
     int n;
     sim_list(e, indices, false, &n);
     for (int i = 0; i < n; i++)
-        sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32,
+        sim_check(e,
+                  e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32 || sim_numel(&e->t[2 + i]) == 0,
                   "only integer indices are simulated");
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Index)
+
+/* ---- What the experts' loop of transformers 4 needs ---- */
+
+static void one_hot(sim_exec *e) /* self, on, off, out; classes last */
+{
+    const int64_t n = sim_numel(&e->t[0]), classes = e->i[0], *index = sim_load_int(e, 0);
+    const double *on = sim_load(e, 1), *off = sim_load(e, 2);
+    double *r = sim_buffer(e, (size_t)(n * classes) * sizeof *r);
+    for (int64_t i = 0; i < n; i++) {
+        if (!in_range(e, index[i], classes)) return;
+        for (int64_t c = 0; c < classes; c++) r[i * classes + c] = c == index[i] ? *on : *off;
+    }
+    sim_store(e, 3, r);
+}
+
+aclnnStatus aclnnOneHotGetWorkspaceSize(const aclTensor *self, int classes, const aclTensor *on, const aclTensor *off,
+                                        int64_t axis, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("OneHot", one_hot);
+    sim_in(e, self);
+    sim_in(e, on);
+    sim_in(e, off);
+    sim_out(e, out);
+    e->i[0] = classes;
+    sim_check(e, axis == -1 || axis == e->t[0].ndim, "only the last axis is simulated");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(OneHot)
+
+static void nonzero(sim_exec *e) /* self, out [n, ndim]; the descriptor of out learns how many there are */
+{
+    const sim_tensor *t = &e->t[0];
+    const int64_t n = sim_numel(t);
+    const double *v = sim_load(e, 0);
+    int64_t found = 0, *r = sim_buffer(e, (size_t)(n * t->ndim + 1) * sizeof *r);
+    for (int64_t i = 0; i < n; i++) {
+        if (v[i] == 0) continue;
+        int64_t rest = i;
+        for (int d = t->ndim - 1; d >= 0; d--) {
+            r[found * t->ndim + d] = rest % t->dims[d];
+            rest /= t->dims[d];
+        }
+        found++;
+    }
+    e->t[1].dims[0] = found;
+    sim_store_int(e, 1, r);
+    sim_set_rows((const aclTensor *)(uintptr_t)e->i[0], found);
+}
+
+aclnnStatus aclnnNonzeroGetWorkspaceSize(const aclTensor *self, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("Nonzero", nonzero);
+    sim_in(e, self);
+    sim_out(e, out);
+    e->i[0] = (int64_t)(uintptr_t)out;
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(Nonzero)
+
+static void index_add(sim_exec *e) /* self, index, source, out; i[0] dim, d[0] alpha */
+{
+    const around a = split(&e->t[0], e->i[0]);
+    const int64_t m = sim_numel(&e->t[1]), *index = sim_load_int(e, 1);
+    const double *source = sim_load(e, 2);
+    double *r = sim_load(e, 0);
+    for (int64_t o = 0; o < a.outer; o++)
+        for (int64_t i = 0; i < m; i++) {
+            if (!in_range(e, index[i], a.n)) return;
+            for (int64_t c = 0; c < a.inner; c++)
+                r[(o * a.n + index[i]) * a.inner + c] += e->d[0] * source[(o * m + i) * a.inner + c];
+        }
+    sim_store(e, 3, r);
+}
+
+aclnnStatus aclnnIndexAddGetWorkspaceSize(const aclTensor *self, int64_t dim, const aclTensor *index,
+                                          const aclTensor *source, const aclScalar *alpha, aclTensor *out, SIM_WS)
+{
+    sim_exec *e = sim_begin("IndexAdd", index_add);
+    sim_in(e, self);
+    sim_in(e, index);
+    sim_in(e, source);
+    sim_out(e, out);
+    e->i[0] = dim;
+    e->d[0] = sim_scalar(alpha);
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(IndexAdd)
+
+static void repeat(sim_exec *e) /* self, out */
+{
+    const sim_tensor *t = &e->t[0], *out = &e->t[1];
+    const int extra = out->ndim - t->ndim;
+    const int64_t n = sim_numel(out);
+    const double *v = sim_load(e, 0);
+    double *r = sim_buffer(e, (size_t)n * sizeof *r);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t rest = i, at = 0, step = 1;
+        for (int d = out->ndim - 1; d >= extra; d--) {
+            at += rest % out->dims[d] % t->dims[d - extra] * step;
+            step *= t->dims[d - extra];
+            rest /= out->dims[d];
+        }
+        r[i] = v[at];
+    }
+    sim_store(e, 1, r);
+}
+
+aclnnStatus aclnnRepeatGetWorkspaceSize(const aclTensor *self, const aclIntArray *repeats, aclTensor *out, SIM_WS)
+{
+    (void)repeats; /* out's shape says it */
+    sim_exec *e = sim_begin("Repeat", repeat);
+    sim_in(e, self);
+    sim_out(e, out);
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(Repeat)
 
 /* ---- Cat ---- */
 

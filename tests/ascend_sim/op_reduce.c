@@ -387,3 +387,26 @@ aclnnStatus aclnnNLLLossBackwardGetWorkspaceSize(const aclTensor *grad, const ac
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(NLLLossBackward)
+
+/* ---- LinalgVectorNorm: the L2 norm of everything ---- */
+
+static void norm(sim_exec *e) /* self, out */
+{
+    const double *v = sim_load(e, 0);
+    double sum = 0, r;
+    for (int64_t i = 0; i < sim_numel(&e->t[0]); i++) sum += v[i] * v[i];
+    r = sqrt(sum);
+    sim_store(e, 1, &r);
+}
+
+aclnnStatus aclnnLinalgVectorNormGetWorkspaceSize(const aclTensor *self, const aclScalar *p, const aclIntArray *dims,
+                                                  bool keep, aclDataType dtype, aclTensor *out, SIM_WS)
+{
+    (void)dims, (void)keep, (void)dtype;
+    sim_exec *e = sim_begin("LinalgVectorNorm", norm);
+    sim_in(e, self);
+    sim_out(e, out);
+    sim_check(e, sim_scalar(p) == 2 && sim_numel(&e->t[1]) == 1, "only the L2 norm of a whole tensor is simulated");
+    return sim_end(e, 0, workspaceSize, executor);
+}
+SIM_PHASE2(LinalgVectorNorm)

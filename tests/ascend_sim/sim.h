@@ -106,6 +106,7 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
 
 double sim_scalar(const aclScalar *s);
 int64_t sim_int_array(const aclIntArray *a, int64_t *values, int64_t max); /* length; -1: NULL */
+void sim_set_rows(const aclTensor *t, int64_t rows); /* of an output whose size only the kernel knows */
 int64_t sim_numel(const sim_tensor *t);
 size_t sim_dtype_size(int dtype);
 bool sim_contiguous(const sim_tensor *t);

@@ -136,6 +136,8 @@ static fmoe_run part_run(const lora_run *r, uint32_t flags)
                       .workspace = r->b.part,
                       .workspace_bytes = r->b.part_bytes,
                       .stream = r->run->stream,
+                      .submit = r->run->submit,
+                      .submit_ctx = r->run->submit_ctx,
                       .flags = flags};
 }
 

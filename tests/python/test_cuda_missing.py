@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRY = """
 import importlib.util, sys
 core = importlib.util.module_from_spec(importlib.util.spec_from_file_location("_core", sys.argv[1]))  # torch would take seconds to load
-plan = lambda device: core.plan(5, 2, device, 0, 64, 64, 2, 1, 0, 0, 0, 0, 0, 0.0, 0.0, None, 1)
+plan = lambda device: core.plan(5, 2, device, 0, 64, 64, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, None, 1)
 try:
     plan(2)
 except RuntimeError as error:

@@ -7,6 +7,7 @@
 //
 //   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit
 //   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache
+//   cuda_bench LIBRARY gmm SHAPE:T...        grouped matmul of the routed rows with W1: forward, dx and dW
 //   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
 //   cuda_bench LIBRARY memory SHAPE:T...     workspace and kept bytes
 //
@@ -206,31 +207,30 @@ static double median(std::vector<float> v)
     return v.empty() ? 0 : v[v.size() / 2];
 }
 
-// Median milliseconds of a pass, from idle and sustained.
-static void time_both(const std::function<void()> &pass, double *idle, double *sustained)
+// Median milliseconds of a pass, from idle or sustained. All that is timed from idle comes before anything sustained: a pause does
+// not give the card back what a second at the power limit took.
+static double time_pass(const std::function<void()> &pass, bool sustained)
 {
     cudaEvent_t a, b;
     CK(cudaEventCreate(&a));
     CK(cudaEventCreate(&b));
-    for (int mode = 0; mode < 2; mode++) {
-        std::vector<float> t;
-        double elapsed = 0;
-        CK(cudaDeviceSynchronize());
-        if (mode == 0) usleep(400000);
-        for (int i = 0; mode ? elapsed < 1500 : i < 18; i++) {
-            CK(cudaEventRecord(a, stream));
-            pass();
-            CK(cudaEventRecord(b, stream));
-            CK(cudaStreamSynchronize(stream));
-            float ms;
-            CK(cudaEventElapsedTime(&ms, a, b));
-            elapsed += ms;
-            if (mode ? elapsed > 300 : i >= 3) t.push_back(ms);
-        }
-        *(mode ? sustained : idle) = median(t);
+    std::vector<float> t;
+    double elapsed = 0;
+    CK(cudaDeviceSynchronize());
+    if (!sustained) usleep(400000);
+    for (int i = 0; sustained ? elapsed < 1500 : i < 18; i++) {
+        CK(cudaEventRecord(a, stream));
+        pass();
+        CK(cudaEventRecord(b, stream));
+        CK(cudaStreamSynchronize(stream));
+        float ms;
+        CK(cudaEventElapsedTime(&ms, a, b));
+        elapsed += ms;
+        if (sustained ? elapsed > 300 : i >= 3) t.push_back(ms);
     }
     CK(cudaEventDestroy(a));
     CK(cudaEventDestroy(b));
+    return median(t);
 }
 
 static int find_shape(const char *name, size_t n)
@@ -256,29 +256,30 @@ static void bench_layer(const char *arg, const Dense &dense)
     double ours[2][2], lib[2][2] = {};
     const char *words[2] = {"fwd", "fwd+bwd"};
     const int n[2] = {3, 9};
-    {
-        Layer l(shape, T, true);
-        time_both([&] { l.choose(), l.forward(); }, &ours[0][0], &ours[0][1]);
-        time_both([&] { l.choose(), l.forward(), l.backward(); }, &ours[1][0], &ours[1][1]);
-    }
-    const int64_t H = shapes[shape].H, I = shapes[shape].I, R = T * shapes[shape].k;
+    Layer l(shape, T, true);
+    const int64_t H = l.H, I = l.I, R = T * l.k;
     const double flop = 2.0 * (double)R * (double)H * (double)I;
+    Tensor x, g, h, a, w1, w2, y;
     if (dense.handle) {
-        Tensor x, g, h, a, w1, w2, y;
         x.make(FMOE_BF16, {R, H}, 1, 1), g.make(FMOE_BF16, {R, H}, 1, 2), h.make(FMOE_BF16, {R, 2 * I}, 1, 3), a.make(FMOE_BF16, {R, I}, 1, 4);
         w1.make(FMOE_BF16, {2 * I, H}, 0.02f, 5), w2.make(FMOE_BF16, {H, I}, 0.02f, 6), y.make(FMOE_BF16, {std::max(R, 2 * I), std::max(H, 2 * I)}, 1, 7);
-        auto fwd = [&] {
-            dense.mm(x.t.data, false, w1.t.data, true, y.t.data, R, 2 * I, H);
-            dense.mm(a.t.data, false, w2.t.data, true, y.t.data, R, H, I);
-        };
-        auto bwd = [&] {
-            dense.mm(g.t.data, false, w2.t.data, false, y.t.data, R, I, H);
-            dense.mm(h.t.data, false, w1.t.data, false, y.t.data, R, H, 2 * I);
-            dense.mm(g.t.data, true, a.t.data, false, y.t.data, H, I, R);
-            dense.mm(h.t.data, true, x.t.data, false, y.t.data, 2 * I, H, R);
-        };
-        time_both(fwd, &lib[0][0], &lib[0][1]);
-        time_both([&] { fwd(), bwd(); }, &lib[1][0], &lib[1][1]);
+    }
+    auto fwd = [&] {
+        dense.mm(x.t.data, false, w1.t.data, true, y.t.data, R, 2 * I, H);
+        dense.mm(a.t.data, false, w2.t.data, true, y.t.data, R, H, I);
+    };
+    auto bwd = [&] {
+        dense.mm(g.t.data, false, w2.t.data, false, y.t.data, R, I, H);
+        dense.mm(h.t.data, false, w1.t.data, false, y.t.data, R, H, 2 * I);
+        dense.mm(g.t.data, true, a.t.data, false, y.t.data, H, I, R);
+        dense.mm(h.t.data, true, x.t.data, false, y.t.data, 2 * I, H, R);
+    };
+    for (int m = 0; m < 2; m++) {
+        ours[0][m] = time_pass([&] { l.choose(), l.forward(); }, m);
+        ours[1][m] = time_pass([&] { l.choose(), l.forward(), l.backward(); }, m);
+        if (!dense.handle) continue;
+        lib[0][m] = time_pass(fwd, m);
+        lib[1][m] = time_pass([&] { fwd(), bwd(); }, m);
     }
     for (int i = 0; i < 2; i++) {
         printf("layer %-14s %-8s", arg, words[i]);
@@ -292,6 +293,53 @@ static void bench_layer(const char *arg, const Dense &dense)
     fflush(stdout);
 }
 
+static void bench_gmm(const char *arg)
+{
+    int shape;
+    int64_t T;
+    parse(arg, &shape, &T);
+    const int64_t H = shapes[shape].H, N = 2 * shapes[shape].I, E = shapes[shape].E, R = T * shapes[shape].k;
+    fmoe_desc d = {};
+    d.size = sizeof d;
+    d.op = FMOE_OP_GROUPED_MATMUL, d.dtype = FMOE_BF16, d.device = {FMOE_CUDA, 0};
+    d.E = E, d.K = H, d.N = N;
+    fmoe_plan plan;
+    ok(fmoe_plan_create(&plan, &d));
+    Tensor x, dy, y, dx, w, dw, sizes;
+    x.make(FMOE_BF16, {R, H}, 1, 1), dy.make(FMOE_BF16, {R, N}, 1, 2), y.make(FMOE_BF16, {R, N}, 1, 3), dx.make(FMOE_BF16, {R, H}, 1, 4);
+    w.make(FMOE_BF16, {E, N, H}, 0.02f, 5), dw.make(FMOE_BF16, {E, N, H}, 0.02f, 6), sizes.make(-32, {E}, 0, 0);
+    for (Tensor *t : {&w, &dw}) std::swap(t->shape[1], t->shape[2]), std::swap(t->strides[1], t->strides[2]); // [E,K,N], stored as in Hugging Face
+    std::vector<int32_t> n((size_t)E);
+    srand(1);
+    for (int64_t r = 0; r < R; r++) n[(size_t)(rand() % E)]++;
+    CK(cudaMemcpy(sizes.t.data, n.data(), n.size() * 4, cudaMemcpyHostToDevice));
+    size_t bytes[2];
+    for (int pass = 0; pass < 2; pass++) ok(fmoe_workspace_bytes(plan, (fmoe_pass)pass, R, &bytes[pass]));
+    fmoe_run run = {};
+    run.size = sizeof run;
+    run.workspace_bytes = std::max(bytes[0], bytes[1]);
+    run.stream = stream;
+    CK(cudaMalloc(&run.workspace, run.workspace_bytes + 256));
+    const char *words[3] = {"forward", "dx", "dw"};
+    double ms[3][2];
+    for (int m = 0; m < 2; m++)
+        for (int what = 0; what < 3; what++) {
+            fmoe_gmm_args a = {};
+            a.size = sizeof a;
+            a.x = &x.t, a.w = &w.t, a.sizes = &sizes.t;
+            if (what == 0) a.y = &y.t;
+            else a.dy = &dy.t;
+            if (what == 1) a.dx = &dx.t;
+            if (what == 2) a.dw = &dw.t;
+            ms[what][m] = time_pass([&] { ok(what ? fmoe_grouped_matmul_backward(plan, &a, &run) : fmoe_grouped_matmul_forward(plan, &a, &run)); }, m);
+        }
+    const double f = 2.0 * (double)R * (double)H * (double)N * 1e-9;
+    for (int i = 0; i < 3; i++) printf("gmm %-14s %-8s | from idle %8.4f ms %6.1f TF/s | sustained %8.4f ms %6.1f TF/s\n", arg, words[i], ms[i][0], f / ms[i][0], ms[i][1], f / ms[i][1]);
+    fflush(stdout);
+    cudaFree(run.workspace);
+    ok(fmoe_plan_destroy(&plan));
+}
+
 // Bytes a second of a large device-to-device copy, read and written ones counted: the median of 15.
 static double copy_bandwidth()
 {
@@ -300,10 +348,9 @@ static double copy_bandwidth()
     CK(cudaMalloc(&from, n));
     CK(cudaMalloc(&to, n));
     fill<<<1024, 256>>>((uint16_t *)from, nullptr, n / 2, 1, 1);
-    double idle, sustained;
-    time_both([&] { CK(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, stream)); }, &idle, &sustained);
+    const double ms = time_pass([&] { CK(cudaMemcpyAsync(to, from, n, cudaMemcpyDeviceToDevice, stream)); }, false);
     cudaFree(from), cudaFree(to);
-    return 2 * (double)n / (idle * 1e-3);
+    return 2 * (double)n / (ms * 1e-3);
 }
 
 static void bench_decode(int shape, int64_t T, double bandwidth)
@@ -358,7 +405,7 @@ static void bench_decode(int shape, int64_t T, double bandwidth)
 int main(int argc, char **argv)
 {
     if (argc < 4) {
-        printf("usage: cuda_bench LIBRARY layer|decode|once|memory SHAPE...\n");
+        printf("usage: cuda_bench LIBRARY layer|decode|gmm|once|memory SHAPE...\n");
         return 2;
     }
     setenv("FMOE_CUDA_LIBRARY", argv[1], 1);
@@ -371,6 +418,8 @@ int main(int argc, char **argv)
     } else if (mode == "decode") {
         const double bandwidth = copy_bandwidth();
         for (int i = 4; i < argc; i++) bench_decode(find_shape(argv[3], strlen(argv[3])), atoll(argv[i]), bandwidth);
+    } else if (mode == "gmm") {
+        for (int i = 3; i < argc; i++) bench_gmm(argv[i]);
     } else if (mode == "once") {
         int shape;
         int64_t T;

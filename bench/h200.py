@@ -146,17 +146,14 @@ class Report:
         return lines
 
     def memory(self) -> list[str]:
-        """Kept and peak memory, MiB, weights and their gradients not counted."""
+        """MiB kept from forward to backward, and the peak of a step over the weights (their gradients are in it)."""
         names = ("fusedmoe", "recompute", "grouped_mm")
         lines = ["| shape, T | " + " | ".join(f"{n}: kept / peak" for n in names) + " |", "|---|---|---|---|"]
         for case in LAYERS:
-            title, T, H, I, E, k = shape_of(case)
-            gradients = E * 3 * H * I * 2
-            given = 2 * T * H * 2 + T * E * 4  # x, dout, logits: there before the step
-            cells = []
-            for name in names:
-                r = self.rows.get((case, name, "fwd+bwd", "idle"))
-                cells.append(f"{r['kept_mb']:.0f} / {r['peak_mb'] + (given - gradients) / 2**20:.0f}" if r else "-")
+            title, T, H, _, E, _ = shape_of(case)
+            given = (2 * T * H * 2 + T * E * 4) / 2**20  # x, dout, logits: there before the step
+            found = [self.rows.get((case, name, "fwd+bwd", "idle")) for name in names]
+            cells = [f"{r['kept_mb']:.0f} / {r['peak_mb'] + given:.0f}" if r else "-" for r in found]
             lines.append(f"| {title} | " + " | ".join(cells) + " |")
         return [*lines, "", *(f"    {line}" for line in self.data.get("c", {}).get("memory", [])), ""]
 
@@ -224,17 +221,21 @@ def main() -> int:
         "cuda": torch.version.cuda, "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(),
         "python": [], "others": {}, "weights": {str(T): weight_bytes(f"q30:{T}") for T in DECODE},
     }  # fmt: skip
+    save = lambda: (args.out / "results.json").write_text(json.dumps(data, indent=1))  # noqa: E731
+    for case in LAYERS:
+        data["python"] += measure(case, ["grouped_mm", "fusedmoe", "dense", *(["recompute"] if case == "q30:16384" else [])])
+        save()
+    if args.cuda_bench:
+        data["c"] = c_api(args.cuda_bench, args.library)
+        save()
+    for name, program in (o.split("=", 1) for o in args.other):
+        data["others"][name] = other(program)
+        save()
     for T in DECODE:
         for name in ("fusedmoe", "batched_mm", "grouped_mm"):
             data["python"] += measure(f"q30:{T}", [name], backward=False)
-    for case in LAYERS:
-        data["python"] += measure(case, ["fusedmoe", "dense", "grouped_mm", *(["recompute"] if case == "q30:16384" else [])])
-    data["python"] += measure("q30:512", ["fusedmoe", "dense", "grouped_mm", "eager"])
-    if args.cuda_bench:
-        data["c"] = c_api(args.cuda_bench, args.library)
-    for name, program in (o.split("=", 1) for o in args.other):
-        data["others"][name] = other(program)
-    (args.out / "results.json").write_text(json.dumps(data, indent=1))
+    data["python"] += measure("q30:512", ["grouped_mm", "fusedmoe", "dense", "eager"])
+    save()
     report = Report(data)
     head = "{device}, CUDA {cuda}, torch {torch}, transformers {transformers}, {date}, commit {commit}".format(**data)
     lines = [f"{head}; copy bandwidth {data['bandwidth'] * 1e-12:.2f} TB/s", "", *report.layers(), *report.memory(), *report.decode()]

@@ -3,7 +3,8 @@
  * route.c - routing on the CPU: the formulas of ref_route.c, row by row on all threads, in double.
  *
  * Double costs under 1 % of a layer (E exponentials a token beside 6*k*H*I multiply-adds) and buys that the choice of
- * experts does not hang on how f32 rounded a score. */
+ * experts does not hang on how f32 rounded a score. Only a softmax over all E needs E exponentials in backward too: for
+ * the other scores it computes the k chosen ones. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -51,21 +52,36 @@ static double logit(const fmoe_tensor *logits, int64_t t, int64_t e)
     return fmoe_get_float(fmoe_data(logits), fmoe_tensor_dtype(logits), t * fmoe_stride(logits, 0) + e);
 }
 
+static void read_row(const fmoe_tensor *logits, int64_t t, int64_t E, double *out)
+{
+    const float *row = (const float *)fmoe_data(logits) + t * fmoe_stride(logits, 0);
+    if (fmoe_tensor_dtype(logits) == FMOE_F32)
+        for (int64_t e = 0; e < E; e++) out[e] = (double)row[e];
+    else
+        for (int64_t e = 0; e < E; e++) out[e] = logit(logits, t, e);
+}
+
+static double score_one(int score, double l)
+{
+    switch (score) {
+    case FMOE_SCORE_SIGMOID: return sigmoid(l);
+    case FMOE_SCORE_SQRT_SOFTPLUS: return sqrt((l > 0 ? l : 0) + log1p(exp(-fabs(l))));
+    default: return l;
+    }
+}
+
 /* Scores of row t; returns whether the row is bad (header: route). */
 static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_t t, double *s)
 {
-    bool bad = false, finite = false;
+    const int score = p->d.route.score;
+    int bad = 0, finite = 0;
+    read_row(logits, t, p->d.E, s);
     for (int64_t e = 0; e < p->d.E; e++) {
-        const double l = logit(logits, t, e);
-        bad |= isnan(l) || l == INFINITY;
-        finite |= isfinite(l) != 0;
-        switch (p->d.route.score) {
-        case FMOE_SCORE_SIGMOID: s[e] = sigmoid(l); break;
-        case FMOE_SCORE_SQRT_SOFTPLUS: s[e] = sqrt((l > 0 ? l : 0) + log1p(exp(-fabs(l)))); break;
-        default: s[e] = l;
-        }
+        bad |= !(s[e] < (double)INFINITY); /* NaN too */
+        finite |= (s[e] > -(double)INFINITY) & (s[e] < (double)INFINITY);
     }
-    if (p->d.route.score == FMOE_SCORE_SOFTMAX) softmax(s, p->d.E);
+    for (int64_t e = 0; score >= FMOE_SCORE_SIGMOID && e < p->d.E; e++) s[e] = score_one(score, s[e]);
+    if (score == FMOE_SCORE_SOFTMAX) softmax(s, p->d.E);
     return bad || !finite;
 }
 
@@ -99,11 +115,13 @@ static void limit_to_groups(const fmoe_plan_impl *p, double *c, double *group)
 static void select_top(const double *c, int64_t E, int64_t k, int64_t *ids)
 {
     int64_t n = 0;
+    double worst = 0;
     for (int64_t e = 0; e < E; e++) {
-        if (n == k && !before(c[e], c[ids[k - 1]])) continue;
+        if (n == k && (c[e] <= worst || !before(c[e], worst))) continue;
         int64_t at = n < k ? n++ : k - 1;
         for (; at > 0 && before(c[e], c[ids[at - 1]]); at--) ids[at] = ids[at - 1];
         ids[at] = e;
+        worst = c[ids[n - 1]];
     }
 }
 
@@ -144,10 +162,14 @@ static void forward_row(const route_run *run, route_scratch *s, int64_t t)
     if (run->replay) {
         read_ids(run, t, s->ids);
     } else {
-        for (int64_t e = 0; e < E; e++)
-            s->choice[e] = s->score[e] + (a->select_bias ? (double)((const float *)fmoe_data(a->select_bias))[e] : 0);
-        limit_to_groups(p, s->choice, s->group);
-        select_top(s->choice, E, k, s->ids);
+        const float *bias = a->select_bias ? fmoe_data(a->select_bias) : NULL;
+        const double *choice = s->score;
+        if (bias || p->d.route.groups > 1) {
+            for (int64_t e = 0; e < E; e++) s->choice[e] = s->score[e] + (bias ? (double)bias[e] : 0);
+            limit_to_groups(p, s->choice, s->group);
+            choice = s->choice;
+        }
+        select_top(choice, E, k, s->ids);
         for (int64_t j = 0; j < k; j++)
             fmoe_set_int(fmoe_data(a->ids), fmoe_tensor_dtype(a->ids), t * k + j, s->ids[j]);
     }
@@ -168,8 +190,10 @@ static void backward_row(const route_run *run, route_scratch *s, int64_t t)
     const int64_t E = p->d.E, k = p->d.k;
     const int score = p->d.route.score;
     double *G = s->choice, sum = p->d.route.eps, dot = 0;
-    score_row(p, a->logits, t, s->score);
     read_ids(run, t, s->ids);
+    if (score == FMOE_SCORE_SOFTMAX) score_row(p, a->logits, t, s->score);
+    for (int64_t j = 0; score != FMOE_SCORE_SOFTMAX && j < k; j++)
+        if (!skipped(p, s->ids[j])) s->score[s->ids[j]] = score_one(score, logit(a->logits, t, s->ids[j]));
     selected_scores(p, s);
     for (int64_t j = 0; j < k; j++) {
         const double d = fmoe_get_float(fmoe_data(a->dweights), fmoe_tensor_dtype(a->dweights), t * k + j);
@@ -186,16 +210,24 @@ static void backward_row(const route_run *run, route_scratch *s, int64_t t)
     memset(G, 0, (size_t)E * sizeof *G);
     for (int64_t j = 0; j < k; j++)
         if (!skipped(p, s->ids[j])) G[s->ids[j]] += s->dq[j];
-    dot = 0;
-    for (int64_t e = 0; score == FMOE_SCORE_SOFTMAX && e < E; e++) dot += G[e] * s->score[e];
-    for (int64_t e = 0; e < E; e++) {
+    const int dtype = fmoe_tensor_dtype(a->dlogits);
+    const int64_t at = t * fmoe_stride(a->dlogits, 0);
+    if (score == FMOE_SCORE_SOFTMAX) {
+        dot = 0;
+        for (int64_t e = 0; e < E; e++) dot += G[e] * s->score[e];
+        for (int64_t e = 0; e < E; e++)
+            fmoe_set_float(fmoe_data(a->dlogits), dtype, at + e, (float)(s->score[e] * (G[e] - dot)));
+        return;
+    }
+    memset((char *)fmoe_data(a->dlogits) + at * (int64_t)fmoe_dtype_size(dtype), 0, (size_t)E * fmoe_dtype_size(dtype));
+    for (int64_t j = 0; j < k; j++) { /* twice the same for a duplicate id */
+        const int64_t e = s->ids[j];
+        if (skipped(p, e) || G[e] == 0) continue;
         double d = G[e];
-        if (score == FMOE_SCORE_SOFTMAX) d = s->score[e] * (G[e] - dot);
-        else if (score == FMOE_SCORE_SIGMOID && d != 0) d *= s->score[e] * sigmoid(-logit(a->logits, t, e));
-        else if (score == FMOE_SCORE_SQRT_SOFTPLUS && d != 0)
+        if (score == FMOE_SCORE_SIGMOID) d *= s->score[e] * sigmoid(-logit(a->logits, t, e));
+        if (score == FMOE_SCORE_SQRT_SOFTPLUS)
             d *= s->score[e] == 0 ? 0 : sigmoid(logit(a->logits, t, e)) / (2 * s->score[e]);
-        fmoe_set_float(fmoe_data(a->dlogits), fmoe_tensor_dtype(a->dlogits), t * fmoe_stride(a->dlogits, 0) + e,
-                       (float)d);
+        fmoe_set_float(fmoe_data(a->dlogits), dtype, at + e, (float)d);
     }
 }
 

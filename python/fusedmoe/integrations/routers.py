@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import autograd
+from .. import autograd, ops
 from .layers import logger
 
 TOKENS = 64
@@ -57,7 +57,8 @@ def _rules(module: nn.Module, k: int) -> Iterator[dict[str, Any]]:
     groups, best = numbers.get("num_group", numbers.get("n_group", 0)), numbers.get("topk_group", 1)
     limits = [{}, *(dict(groups=groups, topk_groups=best, group_score=s, excluded_zero=z) for s in (0, 1) for z in (False, True))]
     scales = {1.0, 1.0 / k, *(float(v) for n, v in numbers.items() if "scal" in n)}
-    for score, renormalize, limit, scale in product(range(4), (False, True), limits if groups > 1 else limits[:1], sorted(scales)):
+    scores = (ops.TOPK_SOFTMAX, ops.SOFTMAX, ops.SIGMOID, ops.SQRT_SOFTPLUS)  # the first is a renormalised softmax with k exponentials
+    for score, renormalize, limit, scale in product(scores, (False, True), limits if groups > 1 else limits[:1], sorted(scales)):
         yield dict(k=k, score=score, renormalize=renormalize, eps=1e-20 if renormalize else 0.0, scale=scale, **limit)
 
 

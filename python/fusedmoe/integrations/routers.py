@@ -120,6 +120,9 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
                 for exact, autocast, wide, like in product((False, True), (True, False), (False, True), range(3)):
                     options |= dict(exact=exact, autocast=autocast, wide=wide, like=like)
                     if _same_types(own, twin, x, given, options):
+                        here = next(module.parameters())
+                        if not here.is_meta:  # a device may lack a rule: then this raises, and the router is left as it is
+                            forward(module, *(t.to(here.device, here.dtype) for t in (x, *given)), **options)
                         return "forward", forward, options
     logger.info("%s: its routing rule is not one of fusedmoe's; it stays as it is", type(module).__name__)
     return None

@@ -123,7 +123,7 @@ def _stacked(module: nn.Module) -> tuple[int, int, list[Layer]]:
 # ---- whole blocks -----------------------------------------------------------------------------------------------------------
 
 
-def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, renormalize: bool, bias: str) -> Any:
+def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, rule: dict, bias: str) -> Any:
     """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
     w = layers.list_weights(self)
     if w is None:
@@ -134,7 +134,7 @@ def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair
     x, m = hidden_states.reshape(-1, hidden_states.shape[-1]), self._modules
     logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).reshape(x.shape[0], -1)
     select = attrgetter(bias)(self).view(-1) if bias else None
-    ids, p = autograd.route(logits, self.top_k, renormalize=renormalize, select_bias=select)
+    ids, p = autograd.route(logits, self.top_k, select_bias=select, **rule)
     out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1])
     shared = m.get("shared_expert") or m.get("shared_mlp") or m.get("shared_experts")
     if shared is not None:
@@ -166,8 +166,9 @@ def _block(module: nn.Module) -> Iterator[Candidate]:
         if w is None or act is None:
             return _refuse(module)
         biases = [n for n in routers.per_expert(module, len(experts)) if not n.startswith((gate, "experts."))]
-        for renormalize, pair, bias in product((True, False), (True, False), ("", *biases)):
-            options = dict(act=act, pair=pair, gate=gate, renormalize=renormalize, bias=bias)
+        rules = dict(score=ops.TOPK_SOFTMAX), dict(score=ops.SOFTMAX), dict(score=ops.SOFTMAX, renormalize=True)
+        for rule, pair, bias in product(rules, (True, False), ("", *biases)):
+            options = dict(act=act, pair=pair, gate=gate, rule=rule, bias=bias)
             yield "forward", list_block_forward, options, {names[0]: _random(w[0][0], 1, TOKENS, w[0][0].shape[1])}
     elif "gate_up_proj" in experts._parameters and len(_names(type(experts).forward)) == 1:
         _, H, found = _stacked(experts)

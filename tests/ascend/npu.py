@@ -12,7 +12,9 @@ import os
 import sys
 
 FOLDER = os.environ.get("FMOE_SIM", "")
-_NAMES = ("ascendcl", "nnopbase", "opapi", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel")
+_NAMES = ["ascendcl", "nnopbase", "opapi", "hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel"]
+if not os.path.exists(os.path.join(FOLDER, "libopapi.so")):  # a CANN that has split it
+    _NAMES[2:3] = ["opapi_math", "opapi_nn", "opapi_transformer"]
 
 if "torch" in sys.modules:
     raise ImportError("import npu before torch: torch loads torch_npu, which needs the simulator's libraries")

@@ -143,6 +143,59 @@ NPU_TEST(route_ties)
     }
 }
 
+/* MoeGatingTopKSoftmaxV2's order of equal scores and of NaN is its own: here the worst one. Without bad_rows the ids are
+ * distinct, in range, and the weights are theirs. With bad_rows the operator is not used, and the ids are the
+ * reference's: the lowest index first, NaN last. */
+NPU_TEST(route_of_another_order)
+{
+    const int64_t T = 6, E = 9, k = 3;
+    npu.set("gating_perverse", 1);
+    for (int exact = 0; exact < 2; exact++) {
+        pair p = pair_make((fmoe_desc){.op = FMOE_OP_ROUTE, .dtype = FMOE_F32, .E = E, .k = k}, T);
+        fmoe_tensor *logits = tensor_random_int(tensor_new(FMOE_F32, SHAPE(T, E)), 2);
+        if (exact) {
+            tensor_set(logits, 2 * E + 4, NAN);
+            tensor_set(logits, 3 * E + 1, INFINITY);
+            for (int64_t i = 0; i < E; i++) tensor_set(logits, 4 * E + i, -INFINITY);
+        }
+        fmoe_tensor *ids = tensor_new(I64, SHAPE(T, k)), *w = tensor_new(FMOE_F32, SHAPE(T, k)),
+                    *idr = tensor_new(I64, SHAPE(T, k)), *bad = tensor_new(I64, SHAPE(1)), *badr = tensor_new(I64, SHAPE(1));
+        const fmoe_route_args d = {.size = sizeof d,
+                                   .logits = to_npu(logits),
+                                   .ids = to_npu(ids),
+                                   .weights = to_npu(w),
+                                   .bad_rows = exact ? to_npu(bad) : NULL};
+        const fmoe_route_args r = {.size = sizeof r,
+                                   .logits = wide(logits),
+                                   .ids = idr,
+                                   .weights = wide(w),
+                                   .bad_rows = exact ? badr : NULL};
+        BOTH(fmoe_route_forward, p, FMOE_FORWARD, &d, &r, 0);
+        CHECK_EQ(npu.get("aclnnMoeGatingTopKSoftmaxV2"), exact ? 0 : 1);
+        if (exact) {
+            CHECK_EQUAL(d.ids, idr);
+            CHECK_EQUAL(d.bad_rows, badr);
+        } else {
+            const fmoe_tensor *got = from_npu(d.ids), *weights = from_npu(d.weights);
+            for (int64_t t = 0; t < T; t++) {
+                double sum = 0;
+                uint32_t seen = 0;
+                for (int64_t e = 0; e < E; e++) sum += exp(tensor_get(logits, t * E + e));
+                for (int64_t j = 0; j < k; j++) {
+                    const int64_t id = (int64_t)tensor_get(got, t * k + j);
+                    REQUIRE(id >= 0 && id < E && !(seen >> id & 1));
+                    seen |= 1u << id;
+                    const double want = exp(tensor_get(logits, t * E + id)) / sum;
+                    CHECK(fabs(tensor_get(weights, t * k + j) - want) < 1e-6);
+                }
+            }
+        }
+        npu.reset();
+        pair_free(&p);
+    }
+    npu.set("gating_perverse", 0);
+}
+
 /* ---- Permute and unpermute ---- */
 
 static void permute_case(int dtype, uint32_t flags, int ids_type, int map_type, bool weights, int p_type, bool gaps)

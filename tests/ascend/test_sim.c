@@ -157,6 +157,56 @@ NPU_TEST(grouped_matmul_rules)
     CHECK_EQ(violations(), 0);
 }
 
+/* Dtypes, formats and lengths of lists. */
+NPU_TEST(what_descriptors_may_be)
+{
+    load();
+    char *p = npu_alloc(1 << 16);
+    const int64_t stacked[3] = {2, 8, 4}, storage = 64, flat[2] = {2, 8};
+    void *executor, *a = packed(F32, npu_alloc(128), 2, 4, 0);
+    uint64_t bytes;
+    CHECK_EQ(product(packed(1, p, 4, 8, 0), STACK(NULL), packed(INT64_, p, 2, 0, 0), 0, packed(F32, p, 4, 4, 0)),
+             161002); /* f16 beside f32 */
+    void *nz = cann.tensor(flat, 2, F32, NULL, 0, 29, &storage, 1, p);
+    CHECK_EQ(cann.swiglu(nz, -1, a, &bytes, &executor), 161002); /* a private format */
+    void *ints = packed(INT32_, p, 2, 8, 0);
+    CHECK_EQ(cann.swiglu(ints, -1, a, &bytes, &executor), 161002);
+    void *many[129], *x = packed(1, p, 4, 8, 0), *y = packed(1, p, 4, 4, 0), *groups = packed(INT64_, p, 129, 0, 0);
+    for (int i = 0; i < 129; i++) many[i] = packed(1, p, 8, 4, 0);
+    void *lx = cann.list(&x, 1), *lw = cann.list(many, 129), *ly = cann.list(&y, 1);
+    CHECK_EQ(cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, 2, 0, 1, 0, ly, NULL, NULL,
+                      &bytes, &executor),
+             161002); /* 129 matrices */
+    cann.drop_list(lx);
+    cann.drop_list(lw);
+    cann.drop_list(ly);
+    cann.drop(groups);
+    cann.drop(nz);
+    cann.drop(ints);
+    cann.drop(a);
+    CHECK_EQ(violations(), 0);
+}
+
+NPU_TEST(counters)
+{
+    load();
+    void *h = packed(F32, npu_alloc(256), 2, 8, 0), *a = packed(F32, npu_alloc(128), 2, 4, 0), *executor;
+    uint64_t bytes;
+    npu.reset();
+    CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0);
+    CHECK_EQ(npu.get("launches"), 0);
+    CHECK_EQ(cann.run_swiglu(NULL, 0, executor, npu.main_stream), 0);
+    CHECK_EQ(npu.get("launches"), 1);
+    CHECK_EQ(npu.get("bytes_read"), 64);
+    CHECK_EQ(npu.get("bytes_written"), 32);
+    CHECK_EQ(npu.get("live_tensors"), 2);
+    CHECK_EQ(npu.get("syncs"), 0);
+    npu.sync(npu.main_stream);
+    CHECK_EQ(npu.get("syncs"), 1);
+    cann.drop(h);
+    cann.drop(a);
+}
+
 NPU_TEST(rows_past_the_total_are_not_written)
 {
     load();

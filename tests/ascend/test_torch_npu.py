@@ -366,6 +366,19 @@ def test_error_of_a_queued_launch(mode):
         assert "left 0 0 0 0" in run.stdout, run.stdout
 
 
+def test_split_libraries(tmp_path):
+    """A CANN without libopapi.so: torch_npu finds libopapi_*.so in ASCEND_HOME_PATH, and ours goes on with them."""
+    folder = os.path.normpath(os.path.join(npu.FOLDER, "..", "split"))
+    os.symlink(folder, tmp_path / "lib64")
+    for name in ("runtime", "compiler", "opp"):
+        (tmp_path / name).mkdir()
+    env = {"FMOE_SIM": folder, "ASCEND_HOME_PATH": str(tmp_path), "ASCEND_OPP_PATH": str(tmp_path / "opp")}
+    code = QUEUE_CASE.format(here=HERE, phase2=0, delay=0, queue=True)
+    run = run_case(code.replace('import npu, torch', 'import npu; os.environ.pop("FMOE_ASCEND_PATH"); import torch'), **env)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout.split("digest ")[1].strip() == digest("1", 0, 0)
+
+
 def test_other_stream():
     layer = rivals.Layer(24, 32, 16, 8, 2, torch.bfloat16)
     want = gradients(layer, rivals.forward_ours)

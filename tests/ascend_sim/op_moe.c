@@ -337,8 +337,17 @@ SIM_PHASE2(MoeInitRoutingV3)
 
 /* ---- MoeGatingTopKSoftmaxV2 ---- */
 
+/* What is not documented: the order of equal scores, and NaN. Usually the lowest index and NaN last; with the switch
+ * gating_perverse the highest index, and NaN first. Nobody may depend on either. */
+static bool better(double a, double b, bool perverse)
+{
+    if (!perverse) return a > b;
+    return isnan(a) || a >= b;
+}
+
 static void gating(sim_exec *e) /* x, y, ids, softmax; i: k, renorm */
 {
+    const bool perverse = fmoe_sim_option("gating_perverse") != 0;
     const int64_t T = e->t[0].dims[0], E = e->t[0].dims[1], k = e->i[0];
     const double *x = sim_load(e, 0);
     double *y = sim_buffer(e, (size_t)(T * k) * sizeof *y), *s = sim_buffer(e, (size_t)(T * E) * sizeof *s);
@@ -354,7 +363,7 @@ static void gating(sim_exec *e) /* x, y, ids, softmax; i: k, renorm */
         for (int64_t j = 0; j < k; j++) {
             int64_t best = -1;
             for (int64_t i = 0; i < E; i++)
-                if (!taken[i] && (best < 0 || s[t * E + i] > s[t * E + best])) best = i;
+                if (!taken[i] && (best < 0 || better(s[t * E + i], s[t * E + best], perverse))) best = i;
             taken[best] = 1;
             ids[t * k + j] = best;
             part += y[t * k + j] = s[t * E + best];

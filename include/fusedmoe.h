@@ -258,7 +258,8 @@ typedef struct fmoe_run {
 
 /* -- route: logits [T,E] f32 or the plan's dtype -> ids [T,k], weights [T,k]. FMOE_OP_ROUTE.
  * A row with NaN or +Inf, or with nothing but -Inf, still gets k distinct ids in range (NaN ranks lowest); its weights
- * are what the formula gives, and it is counted in bad_rows. */
+ * are what the formula gives, and it is counted in bad_rows. (On Ascend plain softmax rules without bad_rows are CANN's
+ * own operator, with an order of equal scores and of NaN of its own.) */
 typedef struct fmoe_route_args {
     size_t size;
     const fmoe_tensor *logits;      /* in  [T,E] */
@@ -374,7 +375,8 @@ typedef struct fmoe_weights {
 /* -- experts: the layer with ids and weights given. FMOE_OP_EXPERTS.
  * Duplicate ids of one token add. An id that is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU
  * at once; on CUDA the slot is skipped and the error reported by the next call on that plan; on Ascend it is CANN's to
- * refuse. The backward gets the same x, ids, weights and w that the forward had, and the saved state it wrote. */
+ * refuse, or yours with FMOE_ASCEND_CHECK=1 (docs/ascend.md). The backward gets the same x, ids, weights and w that the
+ * forward had, and the saved state it wrote. */
 typedef struct fmoe_experts_args {
     size_t size;
     const fmoe_tensor *x;       /* in  [T,H] */

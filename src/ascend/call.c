@@ -444,7 +444,8 @@ void asc_to_host(asc_call *c, void *to, const void *from, size_t bytes)
 {
     if (c->status != FMOE_OK || c->measure) return;
     if (c->submit || !c->acl->aclrtSynchronizeStream || !c->acl->aclrtMemcpy) {
-        asc_fail(c, FMOE_ERR_UNSUPPORTED, "FMOE_ASCEND_CHECK reads a count back: no fmoe_run.submit, and a CANN with %s",
+        asc_fail(c, FMOE_ERR_UNSUPPORTED,
+                 "FMOE_ASCEND_CHECK reads a count back: no fmoe_run.submit, and a CANN with %s",
                  "aclrtSynchronizeStream and aclrtMemcpy");
         return;
     }

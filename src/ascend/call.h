@@ -40,7 +40,7 @@ typedef struct asc_call {
     fmoe_status status;
     char *base; /* scratch */
     size_t used, peak, limit;
-    int32_t device_before; /* -1: nothing to restore */
+    int32_t device_before;            /* -1: nothing to restore */
     asc_object held[ASC_MAX_OBJECTS]; /* of the operator being launched */
     int n_held;
     uint64_t op_workspace;

@@ -96,14 +96,14 @@ static fmoe_status bind(void *const *libs, fmoe_acl *acl)
 #define ACL_FN(need, library, ret, name, args)                                                                         \
     {                                                                                                                  \
         void *f = find(libs, library, library + 1, #name);                                                             \
-        if (need && !f) add(&lost, #name);                                                               \
+        if (need && !f) add(&lost, #name);                                                                             \
         memcpy(&acl->name, &f, sizeof f);                                                                              \
     }
 #define ACL_OP(need, name, args)                                                                                       \
     {                                                                                                                  \
         void *one = find(libs, OPERATORS, LIBRARIES, "aclnn" #name "GetWorkspaceSize");                                \
         void *two = find(libs, OPERATORS, LIBRARIES, "aclnn" #name);                                                   \
-        if (need && !(one && two)) add(&lost, "aclnn" #name);                                            \
+        if (need && !(one && two)) add(&lost, "aclnn" #name);                                                          \
         if (!one || !two) one = two = NULL;                                                                            \
         memcpy(&acl->aclnn##name##GetWorkspaceSize, &one, sizeof one);                                                 \
         memcpy(&acl->aclnn##name, &two, sizeof two);                                                                   \

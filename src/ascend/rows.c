@@ -46,8 +46,8 @@ asc_view asc_skip_mask(asc_call *c, const fmoe_tensor *ids)
     return mask;
 }
 
-/* FMOE_ASCEND_CHECK: how many ids belong to no expert and are no skip mark, read back before anything uses them. To find
- * a fault: what CANN does with such an id is an exception of the device at best. */
+/* FMOE_ASCEND_CHECK: how many ids belong to no expert and are no skip mark, read back before anything uses them. To
+ * find a fault: what CANN does with such an id is an exception of the device at best. */
 static void check_ids(asc_call *c, const fmoe_tensor *ids)
 {
     const uint32_t flags = c->p->d.flags;

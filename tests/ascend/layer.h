@@ -148,9 +148,9 @@ static inline layer layer_make(layer_case c)
         l.a.dw = (fmoe_weights){.w1 = to_npu(dw1), .b1 = to_npu(db1), .w2 = to_npu(dw2), .b2 = to_npu(db2)};
     }
     const fmoe_tensor **lora[2][8] = {{&l.r.w.lora_a1, &l.r.w.lora_b1, &l.r.w.lora_a2, &l.r.w.lora_b2, &l.r.dw.lora_a1,
-                                     &l.r.dw.lora_b1, &l.r.dw.lora_a2, &l.r.dw.lora_b2},
-                                    {&l.a.w.lora_a1, &l.a.w.lora_b1, &l.a.w.lora_a2, &l.a.w.lora_b2, &l.a.dw.lora_a1,
-                                     &l.a.dw.lora_b1, &l.a.dw.lora_a2, &l.a.dw.lora_b2}};
+                                       &l.r.dw.lora_b1, &l.r.dw.lora_a2, &l.r.dw.lora_b2},
+                                      {&l.a.w.lora_a1, &l.a.w.lora_b1, &l.a.w.lora_a2, &l.a.w.lora_b2, &l.a.dw.lora_a1,
+                                       &l.a.dw.lora_b1, &l.a.dw.lora_a2, &l.a.dw.lora_b2}};
     const int64_t shape[4][2] = {{c.rank1, c.H}, {hc, c.rank1}, {c.rank2, c.I}, {c.H, c.rank2}};
     for (int i = 0; i < 8; i++) {
         if (!(i % 4 < 2 ? c.rank1 : c.rank2)) continue;
@@ -214,10 +214,11 @@ static inline void layer_check_list(const layer *l, const char *name, const fmoe
         TEST_FAIL("%s: relative error %.3g, bound %.3g", name, sqrt(error / norm), bound);
 }
 
-/* f32 and f16: the bounds of docs/numerics.md for a whole layer. In bf16 the layers of these tests are too small for the
- * ones there (4e-3 and 6e-3, met by larger layers: test_torch_npu.py), for every operator of CANN rounds its result. The
- * bound is derived there: u = 2^-8 for each rounding on the way, added in quadrature, with the gain of the activation
- * for that of h. Forward: h (gain^2 2.64 gated, 4 not), a, y, out. Backward, the longest way: h, dY, dA, dH, dXp, dx. */
+/* f32 and f16: the bounds of docs/numerics.md for a whole layer. In bf16 the layers of these tests are too small for
+ * the ones there (4e-3 and 6e-3, met by larger layers: test_torch_npu.py), for every operator of CANN rounds its
+ * result. The bound is derived there: u = 2^-8 for each rounding on the way, added in quadrature, with the gain of the
+ * activation for that of h. Forward: h (gain^2 2.64 gated, 4 not), a, y, out. Backward, the longest way: h, dY, dA, dH,
+ * dXp, dx. */
 static inline void layer_compare(const layer *l)
 {
     const int t = l->c.dtype;

@@ -143,8 +143,8 @@ NPU_TEST(route_ties)
     }
 }
 
-/* MoeGatingTopKSoftmaxV2's order of equal scores and of NaN is its own: here the worst one. Without bad_rows the ids are
- * distinct, in range, and the weights are theirs. With bad_rows the operator is not used, and the ids are the
+/* MoeGatingTopKSoftmaxV2's order of equal scores and of NaN is its own: here the worst one. Without bad_rows the ids
+ * are distinct, in range, and the weights are theirs. With bad_rows the operator is not used, and the ids are the
  * reference's: the lowest index first, NaN last. */
 NPU_TEST(route_of_another_order)
 {
@@ -159,17 +159,15 @@ NPU_TEST(route_of_another_order)
             for (int64_t i = 0; i < E; i++) tensor_set(logits, 4 * E + i, -INFINITY);
         }
         fmoe_tensor *ids = tensor_new(I64, SHAPE(T, k)), *w = tensor_new(FMOE_F32, SHAPE(T, k)),
-                    *idr = tensor_new(I64, SHAPE(T, k)), *bad = tensor_new(I64, SHAPE(1)), *badr = tensor_new(I64, SHAPE(1));
+                    *idr = tensor_new(I64, SHAPE(T, k)), *bad = tensor_new(I64, SHAPE(1)),
+                    *badr = tensor_new(I64, SHAPE(1));
         const fmoe_route_args d = {.size = sizeof d,
                                    .logits = to_npu(logits),
                                    .ids = to_npu(ids),
                                    .weights = to_npu(w),
                                    .bad_rows = exact ? to_npu(bad) : NULL};
-        const fmoe_route_args r = {.size = sizeof r,
-                                   .logits = wide(logits),
-                                   .ids = idr,
-                                   .weights = wide(w),
-                                   .bad_rows = exact ? badr : NULL};
+        const fmoe_route_args r = {
+            .size = sizeof r, .logits = wide(logits), .ids = idr, .weights = wide(w), .bad_rows = exact ? badr : NULL};
         BOTH(fmoe_route_forward, p, FMOE_FORWARD, &d, &r, 0);
         CHECK_EQ(npu.get("aclnnMoeGatingTopKSoftmaxV2"), exact ? 0 : 1);
         if (exact) {

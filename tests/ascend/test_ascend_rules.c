@@ -236,7 +236,8 @@ NPU_TEST(bad_id)
     layer_free(&l);
 }
 
-/* FMOE_ASCEND_CHECK: the same id, and a mark that the plan does not have, are named before anything is launched on them.
+/* FMOE_ASCEND_CHECK: the same id, and a mark that the plan does not have, are named before anything is launched on
+ * them.
  */
 NPU_TEST(bad_id_checked)
 {

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * count.c - what the simulator counts, what it holds against its callers, and failures on request.
  *
- * Counters: launches, launches_elsewhere (by other threads than the first), bytes_read, bytes_written, syncs, copies_h2d, copies_d2h, copies_d2d, hidden_copies (views an
- * operator silently copies first), violations; live_tensors, live_lists, live_scalars, live_arrays, live_executors,
- * live_allocations, live_bytes, peak_bytes, live_streams, live_events; "aclnnX" or "aclrtX": calls of that function.
- * Switches: delay_us (before each task of a stream), phase2_delay_us (in phase 2 on other threads than the first),
- * count_only (operators are counted, not computed), gating_perverse (another order of equal scores), quiet (violations are counted and not printed). */
+ * Counters: launches, launches_elsewhere (by other threads than the first), bytes_read, bytes_written, syncs,
+ * copies_h2d, copies_d2h, copies_d2d, hidden_copies (views an operator silently copies first), violations;
+ * live_tensors, live_lists, live_scalars, live_arrays, live_executors, live_allocations, live_bytes, peak_bytes,
+ * live_streams, live_events; "aclnnX" or "aclrtX": calls of that function. Switches: delay_us (before each task of a
+ * stream), phase2_delay_us (in phase 2 on other threads than the first), count_only (operators are counted, not
+ * computed), gating_perverse (another order of equal scores), quiet (violations are counted and not printed). */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>

@@ -182,8 +182,8 @@ aclnnStatus aclnnEmbeddingDenseBackwardGetWorkspaceSize(const aclTensor *grad, c
 }
 SIM_PHASE2(EmbeddingDenseBackward)
 
-/* self[:, ..., i0, i1, ...]: neighbouring dimensions, with broadcast index tensors. A dimension that is kept whole comes
- * as an index tensor without elements. */
+/* self[:, ..., i0, i1, ...]: neighbouring dimensions, with broadcast index tensors. A dimension that is kept whole
+ * comes as an index tensor without elements. */
 static void index_many(sim_exec *e) /* self, out, indices... */
 {
     const sim_tensor *t = &e->t[0], *out = &e->t[1];
@@ -222,8 +222,7 @@ aclnnStatus aclnnIndexGetWorkspaceSize(const aclTensor *self, const aclTensorLis
     int n;
     sim_list(e, indices, false, &n);
     for (int i = 0; i < n; i++)
-        sim_check(e,
-                  e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32 || sim_numel(&e->t[2 + i]) == 0,
+        sim_check(e, e->t[2 + i].dtype == ACL_INT64 || e->t[2 + i].dtype == ACL_INT32 || sim_numel(&e->t[2 + i]) == 0,
                   "only integer indices are simulated");
     return sim_end(e, 0, workspaceSize, executor);
 }

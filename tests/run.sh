@@ -69,7 +69,7 @@ suite() { # name command ...
         grep -E -B8 '^FAILED' "$log" | head -60
     fi
     if [ "$s" -gt 0 ]; then # the reason stands before the line that says SKIP, or in it
-        while read -r line; do skips+=("$name: $line"); done \
+        while read -r line; do echo "skipped: $name: $line" >>"$skips"; done \
             < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*)$' | head -20)
     fi
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"

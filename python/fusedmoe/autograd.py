@@ -7,6 +7,7 @@ Only gradients that somebody asked for are computed; without any, the inference 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,10 +27,6 @@ def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
 def _no_second_derivative() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
-
-
-def _any_requires_grad(x: Tensor, p: Tensor, w: Sequence[Tensor]) -> bool:
-    return x.requires_grad or p.requires_grad or any([t.requires_grad for t in w])
 
 
 def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,7 +77,7 @@ def experts(
             break
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
-    if torch.is_grad_enabled() and _any_requires_grad(xc, p, w):
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (xc, p, *w)]):
         out = _Experts.apply((act, flags, alpha, limit), xc, ids, p, *w)
     else:
         out = ops.call(ops.experts, xc, ids, p, w, act, flags, alpha, limit)
@@ -118,30 +115,28 @@ def route(
 
 
 def _cut(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [tensors[end - n : end] for end, n in zip(ends, sizes, strict=True)]
+    return [tensors[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
 
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple, sizes: tuple, bias: Tensor | None, x: Tensor, w_router: Tensor, *rest: Tensor):
-        b_router, *weights = _cut(rest, sizes)
-        select = [] if bias is None else [bias]
-        out, logits, ids, p, saved = ops.block_forward(x, w_router, b_router, select, *weights, *layer)
-        ctx.save_for_backward(logits, ids, p, saved, x, w_router, *rest, *select)
+    def forward(ctx: Any, layer: tuple, sizes: tuple, x: Tensor, w_router: Tensor, *rest: Tensor):
+        out, logits, ids, p, saved = ops.block_forward(x, w_router, *_cut(rest, sizes), *layer)
+        ctx.save_for_backward(logits, ids, p, saved, x, w_router, *rest)
         ctx.mark_non_differentiable(ids, p)
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.sizes = layer, (*sizes, len(select))
+        ctx.layer, ctx.sizes = layer, sizes
         return out, logits, ids, p
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlogits: Tensor | None, *_: Any):
         _no_second_derivative()
-        logits, ids, p, saved, x, w_router, *rest = ctx.saved_tensors
-        b_router, *weights, select = _cut(rest, ctx.sizes)
+        *state, x, w_router = ctx.saved_tensors[:6]
+        b_router, *given = _cut(ctx.saved_tensors[6:], ctx.sizes)
         dout, aux = torch.zeros_like(x) if dout is None else dout, [] if dlogits is None else [dlogits]
-        grads = ops.block_backward(x, w_router, select, *weights, logits, ids, p, saved, dout, aux, *ctx.layer, b_router)
-        return None, None, None, *grads
+        grads = ops.block_backward(x, w_router, *given, *state, dout, aux, *ctx.layer, b_router)
+        before = 2 + len(b_router)
+        return None, None, *grads[:before], *[None] * len(given[0]), *grads[before:]
 
 
 def block(
@@ -151,10 +146,10 @@ def block(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The whole MoE block of x [T,H]: out, router logits (with a gradient too), ids, weights. rule as in ``route``."""
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
-    gate, bias = [] if shared_gate is None else [shared_gate], [] if b_router is None else [b_router]
-    sizes = len(bias), len(w), len(shared), len(gate)
-    select = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(x))
-    return _Block.apply(layer, sizes, select, x, w_router, *bias, *w, *shared, *gate)
+    if select_bias is not None:
+        select_bias = select_bias.detach().to(ops._weight_dtype(x))
+    given = [[] if t is None else [t] for t in (b_router, select_bias)] + [w, shared, [] if shared_gate is None else [shared_gate]]
+    return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *chain(*given))
 
 
 class _Permute(torch.autograd.Function):
@@ -169,7 +164,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dxp: Tensor, *_: Any):
         _no_second_derivative()
-        return ops.permute_backward(dxp, ctx.saved_tensors[0], ctx.k), None, None, None
+        return ops.unpermute(dxp, ctx.saved_tensors[0], [], ctx.k), None, None, None
 
 
 def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Tensor, Tensor, Tensor]:

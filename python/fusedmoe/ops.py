@@ -202,15 +202,9 @@ def permute(x, ids, E, flags):
     yield _permute_plan(x, E, int(k), flags), T, _unit(x), _ids(ids), xp, row_map, counts
 
 
-@_define("permute_backward(Tensor dxp, Tensor map, int k) -> Tensor", _core.PERMUTE_BACKWARD)
-def permute_backward(dxp, row_map, k):
-    dx = dxp.new_empty((row_map.shape[0] // k, dxp.shape[1]))
-    yield dx
-    yield _permute_plan(dxp, 1, k), dx.shape[0], dx, _unit(dxp), row_map
-
-
 @_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor", _core.UNPERMUTE_FORWARD)
 def unpermute(y, row_map, weights, k):
+    """Without weights it is also the backward of permute."""
     out = y.new_empty((row_map.shape[0] // k, y.shape[1]))
     yield out
     yield _permute_plan(y, 1, k), out.shape[0], _unit(y), row_map, _opt(weights, _unit), out

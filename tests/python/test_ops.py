@@ -60,7 +60,6 @@ def all_ops():
     yield ops.route_replay, (logits, ids, RULE, 0.0, 1.0)
     yield ops.route_backward, (logits, ids, p, RULE, 0.0, 1.0)
     yield ops.permute, (x, ids, E, ops.SKIP_E)
-    yield ops.permute_backward, (xp, row_map, k)
     yield ops.unpermute, (xp, row_map, [p], k)
     yield ops.unpermute, (xp, row_map, [], k)
     yield ops.unpermute_backward, (xp, row_map, [p], x, 3)

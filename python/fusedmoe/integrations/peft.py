@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from . import layers, seams, transformers
 
 Adapter = tuple[nn.Module, str] | None  # a LoRA layer and the name of its adapter
-Factors = tuple[Tensor, Tensor] | None
-
-
-def _layer_class(name: str) -> Any:
-    return getattr(sys.modules.get("peft.tuners.lora.layer"), name, None)
+Factors = tuple[Tensor, Tensor] | None  # a [E,rank,in], b [E,out,rank], the scale in one of them
 
 
 def _active(lora: nn.Module) -> str | None:
@@ -33,17 +29,13 @@ def _active(lora: nn.Module) -> str | None:
     names = [name for name in lora.active_adapters if name in lora.lora_A]
     if len(names) != 1:
         return None if names else ""
-    name = names[0]
-    dropout = lora.lora_dropout[name] if name in lora.lora_dropout else nn.Identity()
+    name, dropout = names[0], lora.lora_dropout[names[0]]
     special = lora.use_dora.get(name) or name in getattr(lora, "lora_variant", ()) or lora.lora_B[name].bias is not None
     return None if special or (dropout.training and getattr(dropout, "p", 0)) else name
 
 
-# ---- stacked experts ------------------------------------------------------------------------------------------------
-
-
 def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
-    """a [E,rank,in] and b [E,out,rank] of a stacked parameter, with the scale in one of them."""
+    """Of a stacked parameter."""
     A, B, E = lora.lora_A[name].weight, lora.lora_B[name].weight, lora.num_experts
     a, b = A.view(E, -1, A.shape[1]) * lora.scaling[name], B.view(B.shape[0], -1, E).permute(2, 0, 1).contiguous()
     # A belongs to the parameter's last dimension, or (always before PEFT 0.19) to the one before it
@@ -53,16 +45,13 @@ def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
 
 def _layer(base: nn.Module) -> layers.Layer | None:
     """The Layer of an experts module that runs on fusedmoe and can take adapters."""
-    bound, moe = vars(base).get("forward"), sys.modules.get("transformers.integrations.moe")
+    layer, moe, bound = None, sys.modules.get("transformers.integrations.moe"), vars(base).get("forward")
     if isinstance(bound, seams.Bound):
         layer = bound.options.get("layer")
-    elif hasattr(base, "_apply_gate") and hasattr(base, "config") and hasattr(moe, "ALL_EXPERTS_FUNCTIONS"):
-        name = base.config._experts_implementation
-        ours = moe.ALL_EXPERTS_FUNCTIONS.get(name) is transformers.experts_forward
+    elif hasattr(base, "_apply_gate") and hasattr(base, "config"):
+        ours = moe.ALL_EXPERTS_FUNCTIONS.get(base.config._experts_implementation) is transformers.experts_forward
         layer = layers.layer_of(base) if ours else None
-    else:
-        layer = None
-    return layer if layer and not (layer.own or layer.norm or layer.identity) and layer.act is not None else None
+    return layer if layer and not layer.own and not layer.norm and layer.act is not None else None
 
 
 def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -78,26 +67,21 @@ def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if any(name is None for _, name in wrappers.values()) or not wrappers.keys() <= {*names} or self.num_experts == 1:
         layers.say_once(f"{type(base).__name__}: several adapters, or not plain LoRA: PEFT computes them")
         return self._fmoe_forward(x, *args, **kwargs)
-    transposed = bool(layer.flags & layers.ops.TRANSPOSED)
     found = [wrappers.get(name, (None, "")) for name in names]
-    lora = [_factors(wrapper, name, transposed) if name else None for wrapper, name in found]
+    lora = [_factors(wrapper, name, bool(layer.flags & layers.ops.TRANSPOSED)) if name else None for wrapper, name in found]
     return base(x, *args, **kwargs, lora=lora)
 
 
-def register() -> bool:
-    """Patch ParamWrapper. False where PEFT is not imported, or (before 0.17) has none."""
-    wrapper = _layer_class("ParamWrapper")
+def register() -> None:
+    """Patch ParamWrapper, where PEFT (from 0.17 on) is imported."""
+    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is not None and not hasattr(wrapper, "_fmoe_forward"):
         wrapper._fmoe_forward, wrapper.forward = wrapper.forward, _forward
-    return wrapper is not None
-
-
-# ---- experts that are Linear layers of their own ------------------------------------------------------------------------
 
 
 def look_through(module: Any) -> tuple[Any, Adapter]:
     """The Linear inside PEFT's and its adapter, (module, None) where there is none; (None, None): PEFT should see to it."""
-    kind = _layer_class("Linear")
+    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
     if kind is None or type(module) is not kind:
         return module, None
     name = None if module.fan_in_fan_out else _active(module)
@@ -108,7 +92,7 @@ def stack(adapters: list[Adapter]) -> list[Factors] | None:
     """The factors of W1 and W2 from the adapters of all gates, ups and downs; None where only some have one."""
     E, found = len(adapters) // 3, []
     for part in (adapters[: 2 * E], adapters[2 * E :]):
-        ranks = {lora.r[name] if lora else 0 for lora, name in (adapter or (None, "") for adapter in part)}
+        ranks = {adapter[0].r[adapter[1]] if adapter else 0 for adapter in part}
         if len(ranks) > 1:
             return None
         if ranks == {0}:
@@ -117,8 +101,7 @@ def stack(adapters: list[Adapter]) -> list[Factors] | None:
         a = torch.stack([lora.lora_A[name].weight * lora.scaling[name] for lora, name in part])
         b = torch.stack([lora.lora_B[name].weight for lora, name in part])
         if len(part) > E:  # gate and up have an A each: one below the other, and their B on the diagonal
-            rank = a.shape[1]
             a = torch.cat((a[:E], a[E:]), 1)
-            b = torch.cat((nn.functional.pad(b[:E], (0, rank)), nn.functional.pad(b[E:], (rank, 0))), 1)
+            b = torch.cat([nn.functional.pad(t, pad) for t, pad in ((b[:E], (0, *ranks)), (b[E:], (*ranks, 0)))], 1)
         found.append((a, b))
     return found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
 # no instruction of a level runs on a CPU without it. rows_tmpl.c (elementwise rows) is compiled once per level.
-add_library(fmoe_cpu OBJECT src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/gemm.c src/cpu/outer.c src/cpu/experts.c
+add_library(fmoe_cpu OBJECT src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/gemm.c src/cpu/direct.c src/cpu/outer.c src/cpu/experts.c
             src/cpu/experts_bwd.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c
             src/cpu/ref.c src/cpu/ref_route.c src/cpu/ref_experts.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
@@ -23,7 +23,7 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c FLAGS ${avx2})
   fmoe_isa(avx512 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx512.c FLAGS ${avx512})
   fmoe_isa(avx512_bf16 SOURCES src/cpu/gemm_avx512_bf16.c FLAGS ${avx512} -mavx512bf16)
-  fmoe_isa(amx_bf16 SOURCES src/cpu/gemm_amx_bf16.c FLAGS ${avx512})
+  fmoe_isa(amx_bf16 SOURCES src/cpu/gemm_amx_bf16.c src/cpu/direct_amx_bf16.c FLAGS ${avx512})
   if(FMOE_AMX_EMULATE)
     target_compile_definitions(fmoe_cpu PRIVATE FMOE_AMX_EMULATE)
     target_compile_definitions(fmoe_cpu_amx_bf16 PRIVATE FMOE_AMX_EMULATE)

@@ -45,3 +45,80 @@ float check_amx_sum(int64_t kc, const uint16_t *a, const uint16_t *b)
     }
     return sum;
 }
+
+static uint16_t draw_bf16(void) { return fmoe_float_to_bf16((float)(2 * check_uniform() - 1)); }
+
+/* Rows in memory of their own, each ending at a forbidden page. */
+static const void **draw_rows(int64_t rows, int64_t K)
+{
+    const void **a = check_alloc((size_t)rows * sizeof *a);
+    for (int64_t i = 0; i < rows; i++) {
+        uint16_t *row = check_guarded((size_t)K * 2, 2);
+        for (int64_t k = 0; k < K; k++) row[k] = draw_bf16();
+        a[i] = row;
+    }
+    return a;
+}
+
+void check_pack_tiles(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(pack, fmoe_pack_tiles_fn, k, &check_table);
+    const int64_t n = 1 + index % 16, K = check_below(2) ? CHECK_PICK(1, 2, 31, 32, 33, 64) : 1 + check_below(200);
+    const int64_t padded = fmoe_ceil_div(K, 32) * 32;
+    check_note("K=%" PRId64 " n=%" PRId64, K, n);
+    const void **rows = draw_rows(n, K);
+    uint16_t *tiles = check_guarded((size_t)padded * 32, 64);
+    pack(tiles, K, rows, n);
+    for (int64_t i = 0; i < padded; i++)
+        for (int64_t j = 0; j < 16; j++) {
+            const uint16_t got = tiles[(i / 2 * 16 + j) * 2 + i % 2];
+            const uint16_t want = i < K && j < n ? ((const uint16_t *)rows[j])[i] : 0;
+            if (got != want) {
+                check_fail("k %" PRId64 " of row %" PRId64 " is %04x, not %04x", i, j, got, want);
+                return;
+            }
+        }
+}
+
+void check_gemm_direct(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_direct_fn, k, &check_table);
+    static const int64_t ns[] = {32, 1, 15, 16, 17, 31}, row_counts[] = {1, 15, 16, 17, 32, 33, 48, 65};
+    const int64_t rows = index < 8 ? row_counts[index] : 1 + check_below(70);
+    const int64_t n = check_below(2) ? 32 : check_below(2) ? ns[check_below(6)] : 1 + check_below(32);
+    const int64_t K = check_below(2) ? CHECK_PICK(2, 31, 32, 33, 64, 96, 320) : 1 + check_below(300);
+    const int64_t stride = K + check_below(40), ldc = 32 + check_below(40);
+    check_note("rows=%" PRId64 " K=%" PRId64 " n=%" PRId64 " stride=%" PRId64, rows, K, n, stride);
+    const void **a = draw_rows(rows, K);
+    uint16_t *w = check_guarded((size_t)((n - 1) * stride + K) * 2, 2);
+    for (int64_t j = 0; j < n; j++)
+        for (int64_t i = 0; i < K; i++) w[j * stride + i] = draw_bf16();
+    const int64_t block = fmoe_ceil_div(K, 32) * 1024;
+    char *tiles = check_guarded((size_t)(fmoe_ceil_div(rows, 16) * block), 64);
+    for (int64_t i = 0; i < rows; i += 16)
+        check_table.pack_tiles(tiles + i / 16 * block, K, a + i, fmoe_min(16, rows - i));
+    const size_t elements = (size_t)((rows - 1) * ldc + n);
+    float *c = check_guarded(elements * sizeof *c, 4), *before = check_alloc(elements * sizeof *c);
+    memcpy(before, c, elements * sizeof *c);
+    gemm(rows, K, tiles, w, stride * 2, n, c, ldc);
+    for (int64_t i = 0; i < rows && !check_failed(); i++)
+        for (int64_t j = 0; j < fmoe_min(ldc, (int64_t)elements - i * ldc); j++) {
+            const float want = j < n ? check_amx_sum(K, a[i], w + j * stride) : before[i * ldc + j];
+            if (memcmp(&want, &c[i * ldc + j], 4))
+                check_fail("c[%" PRId64 ",%" PRId64 "] is %a, not %a", i, j, (double)c[i * ldc + j], (double)want);
+        }
+}
+
+void bench_gemm_direct(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_direct_fn, k, table);
+    enum { ROWS = 64, K = 1024 };
+    static char tiles[ROWS * K * 2] __attribute__((aligned(64)));
+    static uint16_t w[32 * K];
+    static float c[ROWS * FMOE_NB];
+    memset(tiles, 1, sizeof tiles); /* pages of their own, not the one page of zeros */
+    memset(w, 1, sizeof w);
+    for (int i = 0; i < 20; i++) gemm(ROWS, K, tiles, w, K * 2, 32, c, FMOE_NB);
+    *items = 20;
+    *flops = 2.0 * ROWS * K * 32;
+}

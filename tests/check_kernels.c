@@ -6,6 +6,8 @@ const check_kernel_case check_kernel_cases[] = {
     {"gemm", check_gemm, bench_gemm, 40},
     {"pack", check_pack, bench_pack, 30},
     {"pack_left", check_pack_left, NULL, 30},
+    {"pack_tiles", check_pack_tiles, NULL, 30},
+    {"gemm_direct", check_gemm_direct, bench_gemm_direct, 40},
     {"load", check_load, bench_convert, 20},
     {"store", check_store, bench_convert, 20},
     {"store_block", check_store_block, bench_store_block, 30},

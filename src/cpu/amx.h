@@ -18,6 +18,13 @@
 
 enum { TILE_ROWS = 16, TILE_K = 32, TILE_BYTES = 1024 };
 
+typedef struct tile {
+    _Alignas(64) char bytes[TILE_BYTES];
+} tile;
+
+/* The first n of a step's 32 k. */
+static inline __mmask32 first_k(int64_t n) { return n >= TILE_K ? 0xffffffffu : (1u << n) - 1u; }
+
 /* What LDTILECFG reads: palette 1, eight tiles of up to 16 rows of 64 bytes. */
 typedef struct amx_shape {
     uint8_t palette, start_row, reserved[14];

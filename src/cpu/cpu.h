@@ -59,14 +59,17 @@ typedef struct fmoe_groups {
     int64_t *ends;  /* [E] scratch: running number of tasks of a product, in that order */
     int64_t *slot;  /* [T*k] row -> t*k+j; in each group ascending */
     int64_t *token; /* [T*k] row -> t */
-    void *gathered; /* [T*k, H] in the plan's dtype, where rows are gathered; NULL: they are not */
+    /* Where the plan gathers rows (else NULL): room for them, of up to gathered_k elements, in rows or in tiles, and
+     * the first block of tiles of each group [E+1]. */
+    void *gathered;
+    int64_t gathered_k, *block;
 } fmoe_groups;
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
 /* Validate ids and sort slots by expert, stable. Skipped slots get no row. Writes only into g. */
 fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids);
-/* Room for gathered rows, where the plan gathers. */
-void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots);
+/* Room for gathered rows of up to K elements, where the plan gathers. */
+void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K);
 /* From group sizes; sizes NULL: one group of all rows. off and order only. */
 fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int cumulative, int64_t rows);
 
@@ -100,9 +103,6 @@ typedef struct fmoe_rows {
 
 fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index);
 fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
-/* The rows of t by token: gathered now, until the next call, or by pointers. */
-fmoe_rows fmoe_rows_gathered(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_tensor *t);
-
 /* ---- scratch of one worker ---- */
 
 typedef struct fmoe_scratch {
@@ -171,6 +171,19 @@ typedef struct fmoe_out_job {
 } fmoe_out_job;
 
 void fmoe_multiply_out(const fmoe_out_job *job);
+
+/* The same two with weights where they lie (direct.c); false: not for these weights, nothing was done. */
+bool fmoe_direct_in(const fmoe_in_job *job);
+bool fmoe_direct_out(const fmoe_out_job *job);
+/* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
+fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
+
+/* Shared by both forms of `out`: the first row of group e whose token is not below t; finished sums c of rows
+ * [row, row+rows), added to their tokens' in the scratch; those of tokens [t0, t1), written. */
+int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t);
+void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
+                   int64_t n0, int64_t n, int64_t t0);
+void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n);
 
 /* dW[e][n,k] = sum over the rows of e of A[r,n] B[r,k]: weight gradients. A starts at column a_column of its rows. */
 typedef struct fmoe_outer_job {

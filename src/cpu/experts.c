@@ -135,7 +135,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
                      fmoe_scratch *scratch, void *l1, void *h, void *a)
 {
     const bool whole = fmoe_w1_whole(p, &args->w);
-    const fmoe_rows x = fmoe_rows_gathered(p, g, args->x);
+    const fmoe_rows x = fmoe_rows_of(args->x, g->token);
     up_ctx ctx = {
         .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
     fmoe_in_job job = {.p = p,
@@ -177,7 +177,7 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
         return;
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
-    fmoe_gather_carve(&b->g, c, p, R);
+    fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->d.I));
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p);
     b->a = fmoe_carve_take(c, elements, work);

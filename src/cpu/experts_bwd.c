@@ -40,7 +40,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
         return;
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
-    fmoe_gather_carve(&b->g, c, p, R);
+    fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p);
     b->dh = fmoe_carve_take(c, R * p->h_cols, work);
@@ -227,7 +227,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                            .cpu = cpu,
                            .g = &b.g,
                            .scratch = b.scratch,
-                           .a = fmoe_rows_gathered(p, &b.g, args->dout),
+                           .a = fmoe_rows_of(args->dout, b.g.token),
                            .w = {fmoe_w2_stack(w)},
                            .n_w = 1,
                            .finish = dh_finish,
@@ -266,7 +266,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     }
     if (dw->lora_b1) {
         const fmoe_rows l1 =
-            fmoe_through(p, &b.g, b.scratch, fmoe_rows_gathered(p, &b.g, args->x), w->lora_a1, false, b.l1);
+            fmoe_through(p, &b.g, b.scratch, fmoe_rows_of(args->x, b.g.token), w->lora_a1, false, b.l1);
         outer(&x_run, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
     }
     if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, x_run.accumulate);

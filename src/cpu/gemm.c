@@ -224,8 +224,11 @@ static void in_worker(void *arg, int worker)
 
 void fmoe_multiply_in(const fmoe_in_job *job)
 {
+    if (fmoe_direct_in(job)) return;
     const fmoe_groups *g = job->g;
-    in_run run = {.job = job, .ends = g->ends};
+    fmoe_in_job gathered = *job;
+    gathered.a = fmoe_gather(job->p, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
+    in_run run = {.job = &gathered, .ends = g->ends};
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
@@ -245,7 +248,7 @@ typedef struct out_run {
 } out_run;
 
 /* First row of group e whose token is not below t. */
-static int64_t first_row(const fmoe_groups *g, int64_t e, int64_t t)
+int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t)
 {
     int64_t lo = g->off[e], hi = g->off[e + 1];
     while (lo < hi) {
@@ -259,7 +262,7 @@ static int64_t first_row(const fmoe_groups *g, int64_t e, int64_t t)
 /* The first expert from e on that has rows of tokens [t0, t1). */
 static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1)
 {
-    while (e < g->E && first_row(g, e, t0) == first_row(g, e, t1)) e++;
+    while (e < g->E && fmoe_first_row(g, e, t0) == fmoe_first_row(g, e, t1)) e++;
     return e;
 }
 
@@ -289,6 +292,14 @@ static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_
     }
     for (int64_t i = 0; has_low && i < rows; i++) s->pointers[i] = fmoe_row(&job->low.l, g, e, row + i);
     if (has_low) multiply(cpu, s, job->low.l.dtype, 0, rows, &low, false, after);
+    fmoe_out_rows(job, s, s->c, e, row, rows, n0, n, t0);
+}
+
+void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
+                   int64_t n0, int64_t n, int64_t t0)
+{
+    const fmoe_cpu_plan *cpu = job->cpu;
+    const fmoe_groups *g = job->g;
     float bias[FMOE_NB];
     if (job->bias) {
         const int dtype = fmoe_tensor_dtype(job->bias);
@@ -296,13 +307,29 @@ static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_
         fmoe_load_row(&cpu->k, dtype, bias, (const char *)fmoe_data(job->bias) + at * (int64_t)fmoe_dtype_size(dtype),
                       n);
     }
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
-        float *c = s->c + i * FMOE_NB;
         if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
         const float p =
             job->weights ? fmoe_get_float(fmoe_data(job->weights), fmoe_tensor_dtype(job->weights), g->slot[r]) : 1.0f;
-        cpu->k.axpy(s->sums + (g->token[r] - t0) * FMOE_NB, p, c, FMOE_NB);
+        cpu->k.axpy(s->sums + (g->token[r] - t0) * FMOE_NB, p, c, n);
+    }
+}
+
+void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n)
+{
+    const fmoe_kernels *k = &job->cpu->k;
+    const fmoe_tensor *out = job->out;
+    const int dtype = fmoe_tensor_dtype(out);
+    const int64_t element = (int64_t)fmoe_dtype_size(dtype), stride = fmoe_stride(out, 0);
+    for (int64_t t = t0; t < t1; t++) {
+        char *dst = (char *)fmoe_data(out) + (t * stride + n0) * element;
+        float *sum = s->sums + (t - t0) * FMOE_NB, old[FMOE_NB];
+        if (job->add) {
+            fmoe_load_row(k, dtype, old, dst, n);
+            k->axpy(sum, 1.0f, old, n);
+        }
+        fmoe_store_row(k, dtype, dst, sum, n);
     }
 }
 
@@ -311,41 +338,31 @@ static void out_worker(void *arg, int worker)
     out_run *run = arg;
     const fmoe_out_job *job = run->job;
     const fmoe_groups *g = job->g;
-    const fmoe_kernels *k = &job->cpu->k;
     fmoe_scratch *s = &job->scratch[worker];
-    const fmoe_tensor *out = job->out;
-    const int64_t T = out->shape[0], N = out->shape[1], stride = fmoe_stride(out, 0);
-    const int dtype = fmoe_tensor_dtype(out);
-    const int64_t element = (int64_t)fmoe_dtype_size(dtype);
+    const int64_t T = job->out->shape[0], N = job->out->shape[1];
     int64_t task;
     while (fmoe_claim(&run->tasks, &task)) {
         const int64_t n0 = task % run->blocks * FMOE_NB, n = fmoe_min(FMOE_NB, N - n0);
         const int64_t t0 = task / run->blocks * run->tokens, t1 = fmoe_min(T, t0 + run->tokens);
         memset(s->sums, 0, (size_t)((t1 - t0) * FMOE_NB) * sizeof *s->sums);
         for (int64_t e = next_expert(g, 0, t0, t1); e < g->E;) {
-            const int64_t end = first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
+            const int64_t end = fmoe_first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
             columns after;
             if (e_next < g->E) after = out_columns(&job->w[0], e_next, n0, n);
             for (int64_t row = first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
+            if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
+            for (int64_t row = fmoe_first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
                 out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
             e = e_next;
         }
-        for (int64_t t = t0; t < t1; t++) {
-            char *dst = (char *)fmoe_data(out) + (t * stride + n0) * element;
-            float *sum = s->sums + (t - t0) * FMOE_NB, old[FMOE_NB];
-            if (job->add) {
-                fmoe_load_row(k, dtype, old, dst, n);
-                k->axpy(sum, 1.0f, old, n);
-            }
-            fmoe_store_row(k, dtype, dst, sum, n);
-        }
+        fmoe_out_store(job, s, t0, t1, n0, n);
     }
 }
 
 void fmoe_multiply_out(const fmoe_out_job *job)
 {
     const int64_t T = job->out->shape[0], blocks = fmoe_ceil_div(job->out->shape[1], FMOE_NB);
-    if (T == 0) return;
+    if (T == 0 || fmoe_direct_out(job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
     const int64_t tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));

@@ -17,10 +17,6 @@
 
 enum { HALVES = 2, BLOCK_ROWS = HALVES * TILE_ROWS, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
 
-typedef struct tile {
-    _Alignas(64) char bytes[TILE_BYTES];
-} tile;
-
 /* ---- A ---- */
 
 /* Up to 16 rows of A, k [k0, kc): pair p of row i at a[i] + p * a_step. Of the last pair of an odd kc only the first
@@ -28,7 +24,7 @@ typedef struct tile {
 static void copy_tile(tile *to, const void *const *a, int64_t rows, int64_t a_step, int64_t k0, int64_t kc)
 {
     const int64_t nk = fmoe_min(TILE_K, kc - k0);
-    const __mmask32 m = nk == TILE_K ? 0xffffffffu : (1u << nk) - 1u;
+    const __mmask32 m = first_k(nk);
     for (int64_t i = 0; i < rows; i++) {
         char *row = to->bytes + 64 * i;
         const char *from = (const char *)a[i] + k0 / 2 * a_step;
@@ -192,36 +188,6 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         if (!first) add_sums(c, ldc, sums, n);
     }
     tile_release();
-}
-
-/* 16 columns and 32 rows at a time: two rows make 16 units of 32 bits, and 16 such pairs are transposed in registers.
- */
-void fmoe_pack_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *rows, int64_t n)
-{
-    const int64_t length = fmoe_ceil_div(kc, TILE_K) * TILE_K;
-    for (int64_t k0 = 0; k0 < kc; k0 += TILE_K)
-        for (int64_t j0 = 0; j0 < n; j0 += 16) {
-            const int64_t nj = fmoe_min(16, n - j0);
-            const __mmask16 m = first_n(nj);
-            __m512 r[16];
-#pragma GCC unroll 16
-            for (int p = 0; p < 16; p++) {
-                const int64_t k = k0 + 2 * p;
-                const __m256i zero = _mm256_setzero_si256();
-                const __m256i even = k < kc ? _mm256_maskz_loadu_epi16(m, (const uint16_t *)rows[k] + j0) : zero;
-                const __m256i odd = k + 1 < kc ? _mm256_maskz_loadu_epi16(m, (const uint16_t *)rows[k + 1] + j0) : zero;
-                r[p] = _mm512_castsi512_ps(
-                    _mm512_or_si512(_mm512_cvtepu16_epi32(even), _mm512_slli_epi32(_mm512_cvtepu16_epi32(odd), 16)));
-            }
-            transpose16(r);
-            uint16_t *to = (uint16_t *)dst + j0 * length + k0;
-            if (nj == 16) {
-#pragma GCC unroll 16
-                for (int j = 0; j < 16; j++) _mm512_storeu_ps(to + j * length, r[j]);
-            } else {
-                for (int j = 0; j < nj; j++) _mm512_storeu_ps(to + j * length, r[j]);
-            }
-        }
 }
 
 /* Four chains of tile products, no loads. */

@@ -12,35 +12,7 @@ void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
     g->ends = fmoe_carve_take(c, E, sizeof *g->ends);
     g->slot = slots ? fmoe_carve_take(c, slots, sizeof *g->slot) : NULL;
     g->token = slots ? fmoe_carve_take(c, slots, sizeof *g->token) : NULL;
-}
-
-void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots)
-{
-    int64_t elements = 0;
-    if (__builtin_mul_overflow(slots, p->d.H, &elements)) c->overflow = true;
-    g->gathered = fmoe_cpu(p)->gather ? fmoe_carve_take(c, elements, fmoe_dtype_size(p->d.dtype)) : NULL;
-}
-
-typedef struct gather {
-    const fmoe_groups *g;
-    fmoe_rows from;
-    size_t bytes;
-} gather;
-
-static void gather_rows(void *ctx, int64_t begin, int64_t end)
-{
-    const gather *x = ctx;
-    for (int64_t r = begin; r < end; r++)
-        memcpy((char *)x->g->gathered + (size_t)r * x->bytes, fmoe_row(&x->from, x->g, 0, r), x->bytes);
-}
-
-fmoe_rows fmoe_rows_gathered(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_tensor *t)
-{
-    const fmoe_rows by_pointers = fmoe_rows_of(t, g->token);
-    if (!g->gathered) return by_pointers;
-    gather x = {g, by_pointers, (size_t)t->shape[1] * fmoe_dtype_size(by_pointers.dtype)};
-    fmoe_for_rows(p, g->R, 16, gather_rows, &x);
-    return fmoe_rows_buffer(g->gathered, t->shape[1], by_pointers.dtype);
+    g->gathered = NULL;
 }
 
 static int64_t group_rows(const fmoe_groups *g, int64_t e) { return g->off[e + 1] - g->off[e]; }

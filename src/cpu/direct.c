@@ -1,0 +1,221 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * direct.c - the products into and out of the experts where weights are multiplied as they lie (kernels.h:
+ * gemm_direct).
+ *
+ * First the activations are packed into tiles, 16 rows of an expert at a time, once for all columns. Then tasks as in
+ * gemm.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from memory, 32 of them at a
+ * time, and passes the rows by them. */
+#include "cpu/cpu.h"
+
+/* ---- gathered activations: in tiles, or in rows for products by packed panels ---- */
+
+static int64_t steps_of(int64_t K) { return fmoe_ceil_div(K, 32); }
+
+/* Enough for R rows in groups that start a block each: every non-empty group may leave one block incomplete. */
+static int64_t most_blocks(int64_t E, int64_t R) { return R / 16 + fmoe_min(E, R); }
+
+void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K)
+{
+    if (!fmoe_cpu(p)->gather) return;
+    int64_t tiles = 0;
+    if (__builtin_mul_overflow(most_blocks(p->d.E, slots), steps_of(K), &tiles)) c->overflow = true;
+    g->gathered_k = K;
+    g->block = fmoe_carve_take(c, p->d.E + 1, sizeof *g->block);
+    g->gathered = fmoe_carve_take(c, tiles, 1024);
+}
+
+typedef struct tiles_run {
+    const fmoe_kernels *k;
+    const fmoe_groups *g;
+    const fmoe_rows *a;
+    int64_t K;
+    fmoe_tasks tasks;
+} tiles_run;
+
+static void tiles_worker(void *arg, int worker)
+{
+    (void)worker;
+    tiles_run *run = arg;
+    const fmoe_groups *g = run->g;
+    int64_t block, e = 0;
+    while (fmoe_claim(&run->tasks, &block)) {
+        while (block >= g->block[e + 1]) e++;
+        const int64_t row = g->off[e] + (block - g->block[e]) * 16, n = fmoe_min(16, g->off[e + 1] - row);
+        const void *rows[16];
+        for (int64_t i = 0; i < n; i++) rows[i] = fmoe_row(run->a, g, e, row + i);
+        run->k->pack_tiles((char *)g->gathered + block * steps_of(run->K) * 1024, run->K, rows, n);
+    }
+}
+
+static void make_tiles(const fmoe_plan_impl *p, const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_rows *a,
+                       int64_t K)
+{
+    g->block[0] = 0;
+    for (int64_t e = 0; e < g->E; e++) g->block[e + 1] = g->block[e] + fmoe_ceil_div(g->off[e + 1] - g->off[e], 16);
+    tiles_run run = {.k = &cpu->k, .g = g, .a = a, .K = K, .tasks.n = g->block[g->E]};
+    if (run.tasks.n) fmoe_parallel(p, tiles_worker, &run);
+}
+
+/* The tiles from the block on that row is in; *lead: how many rows before it. */
+static const void *tiles_at(const fmoe_groups *g, int64_t e, int64_t row, int64_t K, int64_t *lead)
+{
+    const int64_t at = row - g->off[e];
+    *lead = at % 16;
+    return (const char *)g->gathered + (g->block[e] + at / 16) * steps_of(K) * 1024;
+}
+
+typedef struct rows_run {
+    const fmoe_groups *g;
+    const fmoe_rows *a;
+    size_t bytes;
+} rows_run;
+
+static void copy_rows(void *ctx, int64_t begin, int64_t end)
+{
+    const rows_run *run = ctx;
+    for (int64_t r = begin; r < end; r++)
+        memcpy((char *)run->g->gathered + (size_t)r * run->bytes, fmoe_row(run->a, run->g, 0, r), run->bytes);
+}
+
+fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K)
+{
+    if (!g->gathered || !a->index || K > g->gathered_k) return *a;
+    rows_run run = {g, a, (size_t)K * fmoe_dtype_size(a->dtype)};
+    fmoe_for_rows(p, g->R, 16, copy_rows, &run);
+    return fmoe_rows_buffer(g->gathered, K, a->dtype);
+}
+
+/* ---- which weights ---- */
+
+/* Every expert's matrix lies along k, and there is room for rows of that many. Low-rank terms are not for us. */
+static bool fits(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w, const fmoe_low *low)
+{
+    if (!g->gathered || !cpu->pairs || low->b[0].t) return false;
+    for (int64_t e = 0; e < (w->list ? g->E : 1); e++) {
+        const fmoe_view v = fmoe_stack_at(w, e);
+        if (v.sk != 1 || v.K < 2 || v.K > g->gathered_k) return false;
+    }
+    return true;
+}
+
+static void multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
+                     int64_t n, float *c)
+{
+    cpu->k.gemm_direct(rows, v->K, tiles, v->p + n0 * v->sn * 2, v->sn * 2, n, c, FMOE_NB);
+}
+
+/* ---- into the experts ---- */
+
+typedef struct in_run {
+    const fmoe_in_job *job;
+    fmoe_tasks tasks;
+    int64_t *ends;
+    int64_t rows; /* of a task, at most: their tiles stay in half of a 2 MiB L2 */
+} in_run;
+
+static void in_worker(void *arg, int worker)
+{
+    in_run *run = arg;
+    const fmoe_in_job *job = run->job;
+    const fmoe_groups *g = job->g;
+    float *c = job->scratch[worker].c;
+    const int64_t width = FMOE_NB / job->n_w;
+    int64_t task, position = 0, lead;
+    while (fmoe_claim(&run->tasks, &task)) {
+        while (task >= run->ends[position]) position++;
+        const int64_t e = g->order[position], index = task - (position ? run->ends[position - 1] : 0);
+        const fmoe_view v[2] = {fmoe_stack_at(&job->w[0], e), fmoe_stack_at(&job->w[job->n_w - 1], e)};
+        const int64_t blocks = fmoe_ceil_div(v[0].N, width), n0 = index % blocks * width,
+                      n = fmoe_min(width, v[0].N - n0);
+        const int64_t row = g->off[e] + index / blocks * run->rows, rows = fmoe_min(run->rows, g->off[e + 1] - row);
+        const void *tiles = tiles_at(g, e, row, v[0].K, &lead);
+        if (n < width) memset(c, 0, (size_t)(rows * FMOE_NB) * sizeof *c);
+        if (job->n_w == 2) {
+            multiply(job->cpu, &v[0], tiles, rows, n0, n, c);
+            multiply(job->cpu, &v[1], tiles, rows, n0, n, c + width);
+        } else {
+            multiply(job->cpu, &v[0], tiles, rows, n0, fmoe_min(n, 32), c);
+            if (n > 32) multiply(job->cpu, &v[0], tiles, rows, n0 + 32, n - 32, c + 32);
+        }
+        job->finish(job->ctx, e, row, rows, n0, n, c);
+    }
+}
+
+bool fmoe_direct_in(const fmoe_in_job *job)
+{
+    const fmoe_groups *g = job->g;
+    if (!fits(g, job->cpu, &job->w[0], &job->low) || !fits(g, job->cpu, &job->w[job->n_w - 1], &job->low)) return false;
+    const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
+    make_tiles(job->p, job->cpu, g, &job->a, K);
+    in_run run = {.job = job, .ends = g->ends};
+    run.rows = fmoe_min(FMOE_ROW_BLOCK, fmoe_max(1, (1 << 20) / (64 * steps_of(K)) / 32) * 32);
+    int64_t n = 0;
+    for (int64_t i = 0; i < g->E; i++) {
+        const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
+        n += fmoe_ceil_div(fmoe_stack_at(&job->w[0], e).N, FMOE_NB / job->n_w) * fmoe_ceil_div(rows, run.rows);
+        run.ends[i] = n;
+    }
+    run.tasks.n = n;
+    if (n) fmoe_parallel(job->p, in_worker, &run);
+    return true;
+}
+
+/* ---- out of the experts ---- */
+
+typedef struct out_run {
+    const fmoe_out_job *job;
+    fmoe_tasks tasks;
+    int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
+} out_run;
+
+/* The rows of expert e of tokens [t0, t1), added to the sums of their tokens, 256 at a time. */
+static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t t0, int64_t t1, int64_t n0,
+                       int64_t n)
+{
+    const fmoe_groups *g = job->g;
+    const fmoe_view v = fmoe_stack_at(&job->w[0], e);
+    const int64_t end = fmoe_first_row(g, e, t1);
+    for (int64_t row = fmoe_first_row(g, e, t0), rows; row < end; row += rows) {
+        int64_t lead;
+        const void *tiles = tiles_at(g, e, row, v.K, &lead);
+        rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
+        multiply(job->cpu, &v, tiles, lead + rows, n0, fmoe_min(n, 32), s->c);
+        if (n > 32) multiply(job->cpu, &v, tiles, lead + rows, n0 + 32, n - 32, s->c + 32);
+        fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, n0, n, t0);
+    }
+}
+
+static void out_worker(void *arg, int worker)
+{
+    out_run *run = arg;
+    const fmoe_out_job *job = run->job;
+    fmoe_scratch *s = &job->scratch[worker];
+    const int64_t T = job->out->shape[0], N = job->out->shape[1];
+    int64_t task;
+    while (fmoe_claim(&run->tasks, &task)) {
+        const int64_t n0 = task % run->blocks * run->width, n = fmoe_min(run->width, N - n0);
+        const int64_t t0 = task / run->blocks * run->tokens, t1 = fmoe_min(T, t0 + run->tokens);
+        memset(s->sums, 0, (size_t)((t1 - t0) * FMOE_NB) * sizeof *s->sums);
+        for (int64_t e = 0; e < job->g->E; e++) out_expert(job, s, e, t0, t1, n0, n);
+        fmoe_out_store(job, s, t0, t1, n0, n);
+    }
+}
+
+bool fmoe_direct_out(const fmoe_out_job *job)
+{
+    const fmoe_groups *g = job->g;
+    if (job->n_w != 1 || !fits(g, job->cpu, &job->w[0], &job->low)) return false;
+    const int64_t T = job->out->shape[0], N = job->out->shape[1], threads = job->cpu->threads;
+    make_tiles(job->p, job->cpu, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
+    /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */
+    const int64_t parts = fmoe_ceil_div(T, FMOE_TOKEN_BLOCK);
+    out_run run = {.job = job};
+    run.width = fmoe_ceil_div(N, FMOE_NB) * parts >= 4 * threads ? FMOE_NB : FMOE_NB / 2;
+    run.blocks = fmoe_ceil_div(N, run.width);
+    const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run.blocks, 1));
+    run.tokens = fmoe_max(64, fmoe_ceil_div(T, splits));
+    run.tasks.n = run.blocks * fmoe_ceil_div(T, run.tokens);
+    if (run.tasks.n) fmoe_parallel(job->p, out_worker, &run);
+    return true;
+}

@@ -170,6 +170,23 @@ void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), v
     else fmoe_pool_run(fmoe_cpu(p)->threads, fn, arg);
 }
 
+typedef struct parts_run {
+    const fmoe_part *parts;
+    int n;
+} parts_run;
+
+static void parts_worker(void *arg, int worker)
+{
+    const parts_run *run = arg;
+    for (int i = 0; i < run->n; i++) run->parts[i].fn(run->parts[i].arg, worker);
+}
+
+void fmoe_parallel_parts(const fmoe_plan_impl *p, const fmoe_part *parts, int n)
+{
+    parts_run run = {parts, n};
+    if (n) fmoe_parallel(p, parts_worker, &run);
+}
+
 typedef struct rows_run {
     int64_t n, grain;
     void (*fn)(void *, int64_t, int64_t);

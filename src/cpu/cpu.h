@@ -46,17 +46,28 @@ int fmoe_cpu_count(void);
 /* On the plan's threads: the pool's or the caller's. */
 void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg);
 
+/* Work that does not wait for one another, as one pool of tasks: every worker goes through the parts in order, and what
+ * one part leaves idle at its end the next one takes. */
+typedef struct fmoe_part {
+    void (*fn)(void *arg, int worker);
+    void *arg;
+} fmoe_part;
+
+void fmoe_parallel_parts(const fmoe_plan_impl *p, const fmoe_part *parts, int n);
+
 /* for_rows: fn(ctx, begin, end) over [0,n) in pieces of `grain`. For work that is independent row by row. */
 void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end),
                    void *ctx);
 
 /* ---- rows grouped by expert (groups.c) ---- */
 
+enum { FMOE_ENDS = 7 }; /* weight gradients at a time: of W1 in two halves, W2, and the factors of adapters */
+
 typedef struct fmoe_groups {
     int64_t E, R;   /* R: rows in groups */
     int64_t *off;   /* [E+1] first row of each group */
     int64_t *order; /* [E] groups from large to small: the order tasks are handed out in */
-    int64_t *ends;  /* [E] scratch: running number of tasks of a product, in that order */
+    int64_t *ends;  /* [FMOE_ENDS][E] scratch: running numbers of tasks of a product, in that order */
     int64_t *slot;  /* [T*k] row -> t*k+j; in each group ascending */
     int64_t *token; /* [T*k] row -> t */
     /* Where the plan gathers rows (else NULL): room for them, of up to gathered_k elements, in rows or in tiles, and
@@ -126,6 +137,18 @@ enum {
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
                         const fmoe_plan_impl *p); /* s: one per worker, threads of them */
 
+/* Claim tasks 0..n-1, one after another, from any worker. */
+typedef struct fmoe_tasks {
+    _Atomic int64_t next;
+    int64_t n;
+} fmoe_tasks;
+
+static inline bool fmoe_claim(fmoe_tasks *t, int64_t *task)
+{
+    *task = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
+    return *task < t->n;
+}
+
 /* ---- the three products (gemm.c, outer.c) ---- */
 
 /* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
@@ -170,11 +193,20 @@ typedef struct fmoe_out_job {
     bool add;                   /* add to out instead of overwriting it */
 } fmoe_out_job;
 
+/* Made ready, and done as part of a pool: `fn` with the run. T may be 0. */
+typedef struct fmoe_out_run {
+    const fmoe_out_job *job;
+    void (*fn)(void *run, int worker);
+    fmoe_tasks tasks;
+    int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
+} fmoe_out_run;
+
+void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job);
 void fmoe_multiply_out(const fmoe_out_job *job);
 
 /* The same two with weights where they lie (direct.c); false: not for these weights, nothing was done. */
 bool fmoe_direct_in(const fmoe_in_job *job);
-bool fmoe_direct_out(const fmoe_out_job *job);
+bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job);
 /* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
@@ -197,6 +229,14 @@ typedef struct fmoe_outer_job {
     bool accumulate;
 } fmoe_outer_job;
 
+typedef struct fmoe_outer_run {
+    const fmoe_outer_job *job;
+    fmoe_tasks tasks;
+    int64_t *ends;
+} fmoe_outer_run;
+
+void fmoe_outer_prepare(fmoe_outer_run *run, const fmoe_outer_job *job, int i); /* i: which of the groups' ends */
+void fmoe_outer_worker(void *run, int worker);
 void fmoe_multiply_outer(const fmoe_outer_job *job);
 
 /* dbias[e][n] = sum over the rows of e of s[r] * A[r,n]; s NULL: 1. */
@@ -234,18 +274,6 @@ static inline const void *fmoe_row(const fmoe_rows *a, const fmoe_groups *g, int
         return (const char *)fmoe_data(t) + (r - g->off[e]) * fmoe_stride(t, 0) * (int64_t)fmoe_dtype_size(a->dtype);
     }
     return a->base + (a->index ? a->index[r] : r) * a->stride;
-}
-
-/* Claim tasks 0..n-1, one after another, from any worker. */
-typedef struct fmoe_tasks {
-    _Atomic int64_t next;
-    int64_t n;
-} fmoe_tasks;
-
-static inline bool fmoe_claim(fmoe_tasks *t, int64_t *task)
-{
-    *task = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
-    return *task < t->n;
 }
 
 /* ---- the operations, one file each ---- */

@@ -163,12 +163,6 @@ bool fmoe_direct_in(const fmoe_in_job *job)
 
 /* ---- out of the experts ---- */
 
-typedef struct out_run {
-    const fmoe_out_job *job;
-    fmoe_tasks tasks;
-    int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
-} out_run;
-
 /* The rows of expert e of tokens [t0, t1), added to the sums of their tokens, 256 at a time. */
 static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t t0, int64_t t1, int64_t n0,
                        int64_t n)
@@ -188,7 +182,7 @@ static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int6
 
 static void out_worker(void *arg, int worker)
 {
-    out_run *run = arg;
+    fmoe_out_run *run = arg;
     const fmoe_out_job *job = run->job;
     fmoe_scratch *s = &job->scratch[worker];
     const int64_t T = job->out->shape[0], N = job->out->shape[1];
@@ -202,7 +196,7 @@ static void out_worker(void *arg, int worker)
     }
 }
 
-bool fmoe_direct_out(const fmoe_out_job *job)
+bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job)
 {
     const fmoe_groups *g = job->g;
     if (job->n_w != 1 || !fits(g, job->cpu, &job->w[0], &job->low)) return false;
@@ -210,12 +204,11 @@ bool fmoe_direct_out(const fmoe_out_job *job)
     make_tiles(job->p, job->cpu, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
     /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */
     const int64_t parts = fmoe_ceil_div(T, FMOE_TOKEN_BLOCK);
-    out_run run = {.job = job};
-    run.width = fmoe_ceil_div(N, FMOE_NB) * parts >= 4 * threads ? FMOE_NB : FMOE_NB / 2;
-    run.blocks = fmoe_ceil_div(N, run.width);
-    const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run.blocks, 1));
-    run.tokens = fmoe_max(64, fmoe_ceil_div(T, splits));
-    run.tasks.n = run.blocks * fmoe_ceil_div(T, run.tokens);
-    if (run.tasks.n) fmoe_parallel(job->p, out_worker, &run);
+    *run = (fmoe_out_run){.job = job, .fn = out_worker};
+    run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 4 * threads ? FMOE_NB : FMOE_NB / 2;
+    run->blocks = fmoe_ceil_div(N, run->width);
+    const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run->blocks, 1));
+    run->tokens = fmoe_max(64, fmoe_ceil_div(T, splits));
+    run->tasks.n = run->blocks * fmoe_ceil_div(T, run->tokens);
     return true;
 }

@@ -123,6 +123,7 @@ typedef struct dp_ctx {
     const fmoe_plan_impl *p;
     const fmoe_experts_args *args;
     const backward_buffers *b;
+    fmoe_tasks tasks;
 } dp_ctx;
 
 /* <dout[t], b2[e]>: the part of y that is the bias. */
@@ -143,13 +144,15 @@ static float bias_part(const dp_ctx *x, int64_t e, int64_t t)
     return sum;
 }
 
-static void dp_groups(void *arg, int64_t begin, int64_t end)
+static void dp_worker(void *arg, int worker)
 {
-    const dp_ctx *x = arg;
+    (void)worker;
+    dp_ctx *x = arg;
     const fmoe_groups *g = &x->b->g;
     const fmoe_tensor *dweights = x->args->dweights;
     const int64_t blocks = i_blocks(x->p);
-    for (int64_t e = begin; e < end; e++)
+    int64_t e;
+    while (fmoe_claim(&x->tasks, &e))
         for (int64_t r = g->off[e]; r < g->off[e + 1]; r++) {
             float sum = 0;
             for (int64_t i = 0; i < blocks; i++) sum += x->b->dp_parts[r * blocks + i];
@@ -158,37 +161,35 @@ static void dp_groups(void *arg, int64_t begin, int64_t end)
         }
 }
 
-static void weight_gradient(const fmoe_plan_impl *p, const fmoe_experts_args *args, const backward_buffers *b)
+/* Skipped slots have no row: their gradient is zero. */
+static void zero_dweights(const fmoe_tensor *dw)
 {
-    const fmoe_tensor *dw = args->dweights;
     if (dw->shape[0] == 0) return;
-    /* Skipped slots have no row: their gradient is zero. */
     memset(fmoe_data(dw), 0, (size_t)(dw->shape[0] * dw->shape[1]) * fmoe_dtype_size(fmoe_tensor_dtype(dw)));
-    dp_ctx ctx = {p, args, b};
-    fmoe_for_rows(p, b->g.E, 1, dp_groups, &ctx);
 }
 
 /* ---- the pass ---- */
 
-typedef struct backward_run {
-    const fmoe_plan_impl *p;
-    const backward_buffers *b;
-    bool accumulate;
-} backward_run;
+/* The weight gradients that are asked for. */
+typedef struct gradients {
+    fmoe_outer_job job[FMOE_ENDS];
+    fmoe_outer_run run[FMOE_ENDS];
+    int n;
+} gradients;
 
 /* dW[e] = left^T . right over the rows of e, left from a column on; nothing where nobody asked for it. */
-static void outer(const backward_run *x, fmoe_rows left, int64_t column, fmoe_rows right, fmoe_stack dw)
+static void outer(gradients *all, const fmoe_outer_job *like, fmoe_rows left, int64_t column, fmoe_rows right,
+                  fmoe_stack dw)
 {
-    const fmoe_outer_job job = {.p = x->p,
-                                .cpu = fmoe_cpu(x->p),
-                                .g = &x->b->g,
-                                .scratch = x->b->scratch,
-                                .a = left,
-                                .b = right,
-                                .a_column = column,
-                                .dw = dw,
-                                .accumulate = x->accumulate};
-    if (dw.t) fmoe_multiply_outer(&job);
+    if (!dw.t) return;
+    fmoe_outer_job *job = &all->job[all->n];
+    *job = *like;
+    job->a = left;
+    job->a_column = column;
+    job->b = right;
+    job->dw = dw;
+    fmoe_outer_prepare(&all->run[all->n], job, all->n);
+    all->n++;
 }
 
 fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
@@ -196,7 +197,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     const fmoe_weights *w = &args->w, *dw = &args->dw;
     backward_buffers b;
-    const backward_run x_run = {p, &b, (run->flags & FMOE_ACCUMULATE) != 0};
+    const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0;
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_backward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
@@ -239,37 +240,47 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
         }
         fmoe_multiply_in(&job);
     }
-    if (args->dweights) weight_gradient(p, args, &b);
     if (p->d.rank1 && (args->dx || dw->lora_a1)) m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, b.m1);
+    fmoe_rows l1 = {0}, l2 = {0};
+    if (dw->lora_b2) l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, b.l2); /* scaled by p, as pa is */
+    if (dw->lora_b1) l1 = fmoe_through(p, &b.g, b.scratch, x, w->lora_a1, false, b.l1);
+
+    /* Everything that is left depends on the above alone: one pool of tasks, the long ones first. */
+    fmoe_part parts[2 + FMOE_ENDS];
+    int n_parts = 0;
+    fmoe_out_job dx_job = {.p = p,
+                           .cpu = cpu,
+                           .g = &b.g,
+                           .scratch = b.scratch,
+                           .a = dh,
+                           .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
+                           .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
+                           .low = {m1, {fmoe_factor(w->lora_a1, true)}},
+                           .out = args->dx,
+                           .add = (run->flags & FMOE_ADD_DX) != 0};
+    fmoe_out_run dx_run;
+    dx_job.w[0].swap = dx_job.w[1].swap = true;
     if (args->dx) {
-        fmoe_out_job job = {.p = p,
-                            .cpu = cpu,
-                            .g = &b.g,
-                            .scratch = b.scratch,
-                            .a = dh,
-                            .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
-                            .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
-                            .low = {m1, {fmoe_factor(w->lora_a1, true)}},
-                            .out = args->dx,
-                            .add = (run->flags & FMOE_ADD_DX) != 0};
-        job.w[0].swap = job.w[1].swap = true;
-        fmoe_multiply_out(&job);
+        fmoe_out_prepare(&dx_run, &dx_job);
+        parts[n_parts++] = (fmoe_part){dx_run.fn, &dx_run};
     }
-    outer(&x_run, dout, 0, pa, fmoe_w2_stack(dw));
-    outer(&x_run, dh, 0, x, fmoe_w1_stack(p, dw, 0));
-    if (!fmoe_w1_whole(p, dw)) outer(&x_run, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
-    outer(&x_run, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
-    outer(&x_run, m1, 0, x, fmoe_factor(dw->lora_a1, false));
-    if (dw->lora_b2) {
-        const fmoe_rows l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, b.l2); /* scaled by p, as pa is */
-        outer(&x_run, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
+    gradients dws = {.n = 0};
+    const fmoe_outer_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
+    outer(&dws, &like, dout, 0, pa, fmoe_w2_stack(dw));
+    outer(&dws, &like, dh, 0, x, fmoe_w1_stack(p, dw, 0));
+    if (!fmoe_w1_whole(p, dw)) outer(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
+    outer(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
+    outer(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
+    outer(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
+    outer(&dws, &like, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
+    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_outer_worker, &dws.run[i]};
+    dp_ctx dp = {.p = p, .args = args, .b = &b, .tasks.n = b.g.E};
+    if (args->dweights) {
+        zero_dweights(args->dweights);
+        parts[n_parts++] = (fmoe_part){dp_worker, &dp};
     }
-    if (dw->lora_b1) {
-        const fmoe_rows l1 =
-            fmoe_through(p, &b.g, b.scratch, fmoe_rows_of(args->x, b.g.token), w->lora_a1, false, b.l1);
-        outer(&x_run, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
-    }
-    if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, x_run.accumulate);
-    if (dw->b2) fmoe_column_sums(p, &b.g, &dout, args->weights, dw->b2, false, x_run.accumulate);
+    fmoe_parallel_parts(p, parts, n_parts);
+    if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, accumulate);
+    if (dw->b2) fmoe_column_sums(p, &b.g, &dout, args->weights, dw->b2, false, accumulate);
     return FMOE_OK;
 }

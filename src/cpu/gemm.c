@@ -241,12 +241,6 @@ void fmoe_multiply_in(const fmoe_in_job *job)
 
 /* ---- out of the experts ---- */
 
-typedef struct out_run {
-    const fmoe_out_job *job;
-    fmoe_tasks tasks;
-    int64_t blocks, tokens; /* column blocks; tokens of a task */
-} out_run;
-
 /* First row of group e whose token is not below t. */
 int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t)
 {
@@ -335,7 +329,7 @@ void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, 
 
 static void out_worker(void *arg, int worker)
 {
-    out_run *run = arg;
+    fmoe_out_run *run = arg;
     const fmoe_out_job *job = run->job;
     const fmoe_groups *g = job->g;
     fmoe_scratch *s = &job->scratch[worker];
@@ -350,7 +344,7 @@ static void out_worker(void *arg, int worker)
             columns after;
             if (e_next < g->E) after = out_columns(&job->w[0], e_next, n0, n);
             for (int64_t row = first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
-            if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
+                if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
             for (int64_t row = fmoe_first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
                 out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
             e = e_next;
@@ -359,14 +353,20 @@ static void out_worker(void *arg, int worker)
     }
 }
 
-void fmoe_multiply_out(const fmoe_out_job *job)
+void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
 {
     const int64_t T = job->out->shape[0], blocks = fmoe_ceil_div(job->out->shape[1], FMOE_NB);
-    if (T == 0 || fmoe_direct_out(job)) return;
+    *run = (fmoe_out_run){.job = job, .fn = out_worker, .blocks = blocks, .width = FMOE_NB};
+    if (T == 0 || fmoe_direct_out(run, job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
-    const int64_t tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
-    out_run run = {.job = job, .blocks = blocks, .tokens = tokens};
-    run.tasks.n = blocks * fmoe_ceil_div(T, tokens);
-    fmoe_parallel(job->p, out_worker, &run);
+    run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
+    run->tasks.n = blocks * fmoe_ceil_div(T, run->tokens);
+}
+
+void fmoe_multiply_out(const fmoe_out_job *job)
+{
+    fmoe_out_run run;
+    fmoe_out_prepare(&run, job);
+    if (run.tasks.n) fmoe_parallel(job->p, run.fn, &run);
 }

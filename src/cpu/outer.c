@@ -85,12 +85,6 @@ static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_
     }
 }
 
-typedef struct outer_run {
-    const fmoe_outer_job *job;
-    fmoe_tasks tasks;
-    int64_t *ends;
-} outer_run;
-
 /* The gradient of one expert with its neighbours along K: dW itself or its transpose. */
 static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
 {
@@ -147,9 +141,9 @@ static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t 
     for (int64_t n = n0; n < n0 + m; n++) memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
 }
 
-static void outer_worker(void *arg, int worker)
+void fmoe_outer_worker(void *arg, int worker)
 {
-    outer_run *run = arg;
+    fmoe_outer_run *run = arg;
     const fmoe_outer_job *job = run->job;
     const fmoe_groups *g = job->g;
     int64_t task, position = 0;
@@ -163,19 +157,23 @@ static void outer_worker(void *arg, int worker)
     }
 }
 
-void fmoe_multiply_outer(const fmoe_outer_job *job)
+void fmoe_outer_prepare(fmoe_outer_run *run, const fmoe_outer_job *job, int i)
 {
     const fmoe_groups *g = job->g;
-    outer_run run = {.job = job, .ends = g->ends};
-    int64_t n = 0;
-    for (int64_t i = 0; i < g->E; i++) {
+    *run = (fmoe_outer_run){.job = job, .ends = g->ends + i * g->E};
+    for (int64_t j = 0; j < g->E; j++) {
         bool swapped;
-        const int64_t e = g->order[i], N = outer_view(job, e, &swapped).N;
-        n += fmoe_ceil_div(N, task_rows(job, e, N));
-        run.ends[i] = n;
+        const int64_t e = g->order[j], N = outer_view(job, e, &swapped).N;
+        run->tasks.n += fmoe_ceil_div(N, task_rows(job, e, N));
+        run->ends[j] = run->tasks.n;
     }
-    run.tasks.n = n;
-    if (n) fmoe_parallel(job->p, outer_worker, &run);
+}
+
+void fmoe_multiply_outer(const fmoe_outer_job *job)
+{
+    fmoe_outer_run run;
+    fmoe_outer_prepare(&run, job, 0);
+    if (run.tasks.n) fmoe_parallel(job->p, fmoe_outer_worker, &run);
 }
 
 /* ---- bias gradients ---- */

@@ -343,8 +343,6 @@ static void out_worker(void *arg, int worker)
             const int64_t end = fmoe_first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
             columns after;
             if (e_next < g->E) after = out_columns(&job->w[0], e_next, n0, n);
-            for (int64_t row = first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
-                if (e_next < g->E) after = out_columns(job, e_next, 0, n0, n);
             for (int64_t row = fmoe_first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
                 out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
             e = e_next;

@@ -13,7 +13,6 @@
 
 #include <immintrin.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 enum { TILE_ROWS = 16, TILE_K = 32, TILE_BYTES = 1024 };
@@ -82,7 +81,7 @@ static inline void tile_release(void) { __asm__ volatile("tilerelease" : :); }
 #else
 
 /* The tile file of this thread. What is an illegal instruction on the CPU, a tile without a shape or shapes that do not
- * fit, is an abort here. */
+ * fit, traps here as there. */
 static _Thread_local struct {
     amx_shape shape;
     uint32_t tile[8][16 * 16];
@@ -90,7 +89,7 @@ static _Thread_local struct {
 
 static inline int amx_rows(int t)
 {
-    if (amx_state.shape.palette != 1 || amx_state.shape.rows[t] == 0 || amx_state.shape.rows[t] > 16) abort();
+    if (amx_state.shape.palette != 1 || amx_state.shape.rows[t] == 0 || amx_state.shape.rows[t] > 16) __builtin_trap();
     return amx_state.shape.rows[t];
 }
 
@@ -117,7 +116,7 @@ static inline void tile_store(int t, void *p, int64_t stride)
 }
 static inline void tile_dot(int c, int a, int b)
 {
-    if (amx_rows(c) != amx_rows(a) || amx_rows(b) != 16 || c == a || c == b || a == b) abort();
+    if (amx_rows(c) != amx_rows(a) || amx_rows(b) != 16 || c == a || c == b || a == b) __builtin_trap();
     float sums[16 * 16];
     memcpy(sums, amx_state.tile[c], sizeof sums);
     amx_emulated_dot(amx_rows(c), sums, amx_state.tile[a], amx_state.tile[b]);

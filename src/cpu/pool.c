@@ -68,6 +68,9 @@ void fmoe_run_worker(void (*fn)(void *, int), void *arg, int worker)
     fesetenv(FE_DFL_ENV);
     inside_job = true;
     fn(arg, worker);
+#if defined(__x86_64__)
+    __builtin_ia32_sfence(); /* weight gradients are stored past the cache: done before anybody reads them */
+#endif
     inside_job = nested;
     fesetenv(&callers);
 }

@@ -42,7 +42,8 @@ void NAME(fmoe_store_f16)(void *restrict dst, const float *restrict src, int64_t
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
-/* n bytes from a staging row to memory, past the cache; dst is 64-byte aligned and n a multiple of 64. */
+/* n bytes from a staging row to memory, past the cache; dst is 64-byte aligned and n a multiple of 64. A worker puts a
+ * fence after all of its stores (pool.c). */
 static inline void stream_out(void *dst, const void *src, size_t n)
 {
 #if defined(__AVX512F__)
@@ -53,10 +54,8 @@ static inline void stream_out(void *dst, const void *src, size_t n)
         _mm256_stream_si256((void *)((char *)dst + i), _mm256_loadu_si256((const void *)((const char *)src + i)));
 #endif
 }
-static inline void stream_end(void) { _mm_sfence(); }
 #else
 static inline void stream_out(void *dst, const void *src, size_t n) { memcpy(dst, src, n); }
-static inline void stream_end(void) {}
 #endif
 
 static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, src, (size_t)n * sizeof *src); }
@@ -74,7 +73,6 @@ static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, 
             } else {                                                                                                   \
                 convert(to, c, n);                                                                                     \
             }                                                                                                          \
-        stream_end();                                                                                                  \
     }
 STORE_BLOCK(f32, to_f32, 4)
 STORE_BLOCK(bf16, NAME(fmoe_store_bf16), 2)

@@ -77,7 +77,7 @@ static int detect_level(void)
     if (!f || !dq || !bw || !vl || (state & zmm) != zmm) return LEVEL_avx2;
     const bool amx = d >> 22 & 1 && d >> 24 & 1; /* bf16 products, tiles */
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
-    return has_tiles(amx, state) ? LEVEL_amx_bf16 : LEVEL_avx512_bf16;
+    return env_cap >= LEVEL_amx_bf16 && has_tiles(amx, state) ? LEVEL_amx_bf16 : LEVEL_avx512_bf16;
 }
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
@@ -102,12 +102,11 @@ static const char *list_levels(char text[64], int n, const char *between)
 
 static void detect(void)
 {
-    detected = detect_level();
     const char *env = getenv("FMOE_MAX_ISA");
-    if (!env || !*env) return;
-    const int cap = level_by_name(env);
-    if (cap >= 0) env_cap = cap;
+    const int cap = env && *env ? level_by_name(env) : LEVELS - 1;
+    if (cap >= 0) env_cap = cap; /* before levels are tried: tiles that are not wanted are not asked for */
     else snprintf(env_warning, sizeof env_warning, "FMOE_MAX_ISA=%.40s is not a level and is ignored", env);
+    detected = detect_level();
 }
 
 int fmoe_cpu_level_count(void) { return LEVELS; }

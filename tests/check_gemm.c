@@ -127,11 +127,17 @@ void check_gemm(const check_kernel *k, int64_t index)
         for (int64_t n = 0; n < FMOE_NB; n++) p.c[r * p.ldc + n] = (float)(2 * check_uniform() - 1);
     memcpy(p.before, p.c, elements * sizeof *p.c);
     /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
-    const void *lines[24];
     const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
-    for (int i = 0; i < 24; i++) lines[i] = edge + 64 * i;
-    fmoe_fetch next = {lines, lines + check_below(25)}, nothing = {NULL, NULL};
-    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next);
+    fmoe_side side = {0}, nothing = {0};
+    side.fetch = (fmoe_walk){.at = edge,
+                             .half = {edge, edge},
+                             .step = 64,
+                             .advance = 256,
+                             .length = 8,
+                             .in_run = 8,
+                             .per_half = 1,
+                             .left = check_below(9)};
+    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &side);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
         for (int64_t n = 0; n < FMOE_NB; n++) {
             double sum = first ? 0 : (double)p.before[r * p.ldc + n], magnitude = fabs(sum);
@@ -146,7 +152,7 @@ void check_gemm(const check_kernel *k, int64_t index)
             if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4))
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
-    if (next.line > next.end) check_fail("%td lines were taken past the last", next.line - next.end);
+    if (side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -side.fetch.left);
     if (p.pairs && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
@@ -168,7 +174,7 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     const int64_t kc = is_pairs(k) ? FMOE_KC_PAIRS : FMOE_KC;
     const void *rows[ROWS];
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
-    fmoe_fetch nothing = {NULL, NULL};
+    fmoe_side nothing = {0};
     for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;

@@ -117,22 +117,15 @@ fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
 /* ---- scratch of one worker ---- */
 
 typedef struct fmoe_scratch {
-    void *panel;           /* FMOE_PANEL_BYTES */
+    void *panel;           /* two of FMOE_PANEL_BYTES: one multiplied, one packed */
     void *left;            /* 3 panels: the other operand of a weight gradient */
     float *c;              /* [FMOE_ROW_BLOCK][FMOE_NB] */
     float *sums;           /* [FMOE_TOKEN_BLOCK][FMOE_NB]: output columns owned by a task */
     float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
-    const void **pointers; /* [FMOE_ROW_BLOCK + FMOE_KC_PAIRS] */
-    const void **lines;    /* [FMOE_LINES]: cache lines of the next chunk */
+    const void **pointers; /* [FMOE_KC_PAIRS] */
 } fmoe_scratch;
 
-enum {
-    FMOE_ROW_BLOCK = 512,
-    FMOE_TOKEN_BLOCK = 2048,
-    FMOE_WIDEN_ROWS = 48,
-    FMOE_LEFT_PANELS = 3,
-    FMOE_LINES = 2 * FMOE_KC_PAIRS + FMOE_NB
-};
+enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3 };
 
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
                         const fmoe_plan_impl *p); /* s: one per worker, threads of them */

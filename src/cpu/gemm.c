@@ -3,8 +3,9 @@
  * gemm.c - the three products of the layer as pools of tasks over all experts (see cpu.h for what each computes).
  *
  * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic
- * counter, large experts first. A task packs its 64 columns of weights chunk by chunk, each weight byte read once, and
- * passes all rows of the expert by it while the chunk is in L2. */
+ * counter, large experts first. A task takes its 64 columns of weights chunk by chunk, each weight byte read once, and
+ * passes all rows of the expert by it while the chunk is in L2. A worker sees its chunks as one line that runs on over
+ * tasks and experts: one is multiplied, the next packed, the one after fetched (side.h). */
 #include "cpu/cpu.h"
 
 /* ---- operands ---- */
@@ -60,10 +61,9 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p)
 {
     for (int w = 0; w < fmoe_cpu(p)->threads; w++) {
         fmoe_scratch one;
-        one.panel = fmoe_carve_take(c, FMOE_PANEL_BYTES, 1);
+        one.panel = fmoe_carve_take(c, 2 * FMOE_PANEL_BYTES, 1);
         one.c = fmoe_carve_take(c, FMOE_ROW_BLOCK * FMOE_NB, sizeof(float));
-        one.pointers = fmoe_carve_take(c, FMOE_ROW_BLOCK + FMOE_KC_PAIRS, sizeof(void *));
-        one.lines = fmoe_carve_take(c, FMOE_LINES, sizeof(void *));
+        one.pointers = fmoe_carve_take(c, FMOE_KC_PAIRS, sizeof(void *));
         /* A weight gradient needs `left`, the other two products `sums` and `widened`: one memory for both. */
         const int64_t sums = FMOE_TOKEN_BLOCK * FMOE_NB, widened = FMOE_WIDEN_ROWS * FMOE_KC;
         const int64_t left = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)sizeof(float);
@@ -75,7 +75,27 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p)
     }
 }
 
-/* ---- packing one chunk of one expert's columns ---- */
+/* ---- one chunk of weights ---- */
+
+/* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on K alone. */
+static int64_t chunk_of(const fmoe_cpu_plan *cpu, int64_t K)
+{
+    const int64_t most = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC, chunks = fmoe_max(1, fmoe_ceil_div(K, most));
+    return fmoe_ceil_div(fmoe_ceil_div(K, chunks), 32) * 32;
+}
+
+/* What is multiplied at a time: kc of k of up to 64 columns, by up to FMOE_ROW_BLOCK rows of an expert. */
+typedef struct step {
+    fmoe_view v[2]; /* one or two matrices, which share N and K */
+    int n_v, dtype;
+    int64_t n0, n, k0, kc; /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
+    int64_t e, row, rows;  /* rows of A */
+    const fmoe_rows *a;    /* A itself, or the rows of a low-rank term */
+    int64_t a_column;      /* where A's k starts in its rows */
+    bool first, last;      /* of the sum over k */
+    int64_t t0, t1;        /* out: the tokens whose sums these columns are part of */
+    bool opens, closes;    /* out: first and last of all steps of those sums */
+} step;
 
 static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols)
 {
@@ -86,82 +106,143 @@ static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols)
     return cols ? k->pack_cols_f32 : k->pack_rows_f32;
 }
 
-/* Columns [n0, n0+n) and k [k0, k0+kc) of a matrix, to columns [col, col+n) of the panel. */
-static void pack_view(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_view *v, int dtype, int64_t n0, int64_t n,
-                      int64_t k0, int64_t kc, int64_t col)
+static const char *chunk_at(const step *s, int i)
 {
-    const int64_t element = (int64_t)fmoe_dtype_size(dtype);
-    const void **pointers = s->pointers + FMOE_ROW_BLOCK;
-    const char *base = v->p + (n0 * v->sn + k0 * v->sk) * element;
-    const bool cols = v->sk == 1 || kc == 1;
-    if (cols)
-        for (int64_t j = 0; j < n; j++) pointers[j] = base + j * v->sn * element;
-    else
-        for (int64_t k = 0; k < kc; k++) pointers[k] = base + k * v->sk * element;
-    packer(cpu, dtype, cols)(s->panel, kc, col, pointers, n);
+    return s->v[i].p + (s->n0 * s->v[i].sn + s->k0 * s->v[i].sk) * (int64_t)fmoe_dtype_size(s->dtype);
 }
 
-static int64_t chunk_of(const fmoe_cpu_plan *cpu) { return cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC; }
+static bool along_k(const step *s) { return s->v[0].sk == 1 || s->kc == 1; }
 
-/* One block of columns of one or two matrices, which share N and K: what a task multiplies by. */
-typedef struct columns {
-    fmoe_view v[2];
-    int n_v, dtype;
-    int64_t n0, n; /* columns [n0, n0+n) of each */
-} columns;
-
-/* The cache lines that chunk k0 of these columns lies in, for the product before it to fetch. */
-static fmoe_fetch chunk_lines(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, const columns *w, int64_t k0)
+/* The whole chunk at once. */
+static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const step *s, void *panel)
 {
-    const int64_t element = (int64_t)fmoe_dtype_size(w->dtype);
-    int64_t n_lines = 0;
-    for (int i = 0; i < w->n_v && k0 < w->v[i].K; i++) {
-        const fmoe_view *v = &w->v[i];
-        const int64_t kc = fmoe_min(chunk_of(cpu), v->K - k0);
-        const bool cols = v->sk == 1;
-        const int64_t runs = cols ? w->n : kc, bytes = (cols ? kc : w->n) * element,
-                      step = (cols ? v->sn : v->sk) * element;
-        const char *base = v->p + (w->n0 * v->sn + k0 * v->sk) * element;
-        for (int64_t r = 0; r < runs; r++)
-            for (int64_t b = 0; b < bytes && n_lines < FMOE_LINES; b += 64) s->lines[n_lines++] = base + r * step + b;
+    const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
+    const bool cols = along_k(s);
+    if (s->n < width) memset(panel, 0, fmoe_panel_bytes(cpu, s->kc));
+    for (int i = 0; i < s->n_v; i++) {
+        const char *base = chunk_at(s, i);
+        const int64_t pointers = cols ? s->n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
+        for (int64_t j = 0; j < pointers; j++) scratch->pointers[j] = base + j * apart;
+        packer(cpu, s->dtype, cols)(panel, s->kc, i * width, scratch->pointers, s->n);
     }
-    return (fmoe_fetch){s->lines, s->lines + n_lines};
 }
 
-/* s->c[rows][64] (+)= A . W^T for the rows whose pointers stand in s->pointers; A starts a_column elements into each
- * row. Meanwhile the next chunk is fetched: of these columns, or, with the last one, the first of `after` (NULL: none).
- */
-static void multiply(const fmoe_cpu_plan *cpu, fmoe_scratch *s, int a_dtype, int64_t a_column, int64_t rows,
-                     const columns *w, bool first, const columns *after)
+/* The two halves of a chunk's 64 columns, which may be of two matrices; false where columns are missing. */
+static bool halves(const step *s, const char *half[2])
 {
-    const int64_t K = w->v[0].K, chunk = chunk_of(cpu), element = (int64_t)fmoe_dtype_size(a_dtype),
-                  width = FMOE_NB / w->n_v;
+    if (s->n * s->n_v != FMOE_NB || (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
+        return false;
+    half[0] = chunk_at(s, 0);
+    half[1] = s->n_v == 2 ? chunk_at(s, 1) : half[0] + FMOE_NB / 2 * s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype);
+    return true;
+}
+
+/* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
+static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe_side *side)
+{
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
+    const bool cols = along_k(s);
+    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k; /* of a piece */
+    fmoe_walk *w = &side->pack;
+    if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
+    side->panel = panel;
+    side->kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
+    side->dtype = s->dtype;
+    w->at = w->half[0];
+    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
+    w->advance = cols ? k * element : k * w->step;
+    w->run_step = 8 * w->step;
+    w->per_half = cols ? FMOE_NB / 16 : 1;
+    w->length = w->in_run = (int32_t)pieces;
+    w->left = pieces * (cols ? FMOE_NB / 8 : 1);
+}
+
+/* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. */
+static void side_fetch(const step *s, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    const bool cols = along_k(s);
+    fmoe_walk *w = &side->fetch;
+    if (!halves(s, w->half)) return;
+    w->at = w->half[0];
+    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
+    w->advance = cols ? LINE : 8 * w->step;
+    w->run_step = cols ? 8 * w->step : LINE;
+    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : FMOE_NB / 2 * element / LINE);
+    w->length = w->in_run = (int32_t)(cols ? fmoe_ceil_div(s->kc * element, LINE) : fmoe_ceil_div(s->kc, 8));
+    w->left = (int64_t)w->length * 2 * w->per_half;
+}
+
+/* ---- a worker's line of chunks ---- */
+
+typedef struct line {
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_scratch *scratch;
+    bool (*next)(void *state, step *s); /* false: no more */
+    void *state;
+    step steps[3]; /* multiplied, packed, fetched */
+    int n;         /* how many of them there are; the first time, -1 */
+    char *panel[2];
+} line;
+
+static line line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch, bool (*next)(void *, step *),
+                    void *state)
+{
+    return (line){.cpu = cpu,
+                  .g = g,
+                  .scratch = scratch,
+                  .next = next,
+                  .state = state,
+                  .n = -1,
+                  .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
+}
+
+/* c[rows][64] (+)= A . W^T over one chunk, whose panel is ready. */
+static void multiply(const line *l, const step *s, fmoe_side *side)
+{
+    const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
+    const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
+    const bool widen = s->a->dtype != cpu->work_type;
+    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_ROW_BLOCK;
     const void *a[FMOE_ROW_BLOCK];
-    for (int64_t k0 = 0; k0 < K; k0 += chunk) {
-        const int64_t kc = fmoe_min(chunk, K - k0), offset = (a_column + k0) * element;
-        const int start = first && k0 == 0;
-        if (w->n < width) memset(s->panel, 0, fmoe_panel_bytes(cpu, kc));
-        for (int i = 0; i < w->n_v; i++) pack_view(cpu, s, &w->v[i], w->dtype, w->n0, w->n, k0, kc, i * width);
-        fmoe_fetch next = {0};
-        if (k0 + chunk < K) next = chunk_lines(cpu, s, w, k0 + chunk);
-        else if (after) next = chunk_lines(cpu, s, after, 0);
-        if (a_dtype == cpu->work_type) {
-            for (int64_t i = 0; i < rows; i++) a[i] = (const char *)s->pointers[i] + offset;
-            gemm(rows, kc, a, 4, s->panel, s->c, FMOE_NB, start, &next);
-            continue;
+    for (int64_t r = 0; r < s->rows; r += block) {
+        const int64_t rows = fmoe_min(block, s->rows - r);
+        for (int64_t i = 0; i < rows; i++) {
+            a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + r + i) + offset;
+            if (!widen) continue;
+            float *wide = l->scratch->widened + i * FMOE_KC;
+            fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
+            a[i] = wide;
         }
-        for (int64_t r = 0; r < rows; r += FMOE_WIDEN_ROWS) {
-            const int64_t nr = fmoe_min(FMOE_WIDEN_ROWS, rows - r);
-            for (int64_t i = 0; i < nr; i++) {
-                float *wide = s->widened + i * FMOE_KC;
-                fmoe_load_row(&cpu->k, a_dtype, wide, (const char *)s->pointers[r + i] + offset, kc);
-                a[i] = wide;
-            }
-            gemm(nr, kc, a, 4, s->panel, s->c + r * FMOE_NB, FMOE_NB, start, &next);
-        }
+        gemm(rows, s->kc, a, 4, l->panel[0], l->scratch->c + r * FMOE_NB, FMOE_NB, s->first, side);
     }
-    if (K == 0 && first) memset(s->c, 0, (size_t)(rows * FMOE_NB) * sizeof *s->c);
+}
+
+/* The next step, multiplied: NULL when there is none. */
+static const step *line_next(line *l)
+{
+    if (l->n < 0) {
+        for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
+        if (l->n) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+    } else {
+        char *const used = l->panel[0];
+        l->panel[0] = l->panel[1];
+        l->panel[1] = used;
+        l->steps[0] = l->steps[1];
+        l->steps[1] = l->steps[2];
+        if (l->n < 3 || !l->next(l->state, &l->steps[2])) l->n--;
+    }
+    if (l->n <= 0) return NULL;
+    fmoe_side side = {0};
+    if (l->n > 1) side_pack(l->cpu, &l->steps[1], l->panel[1], &side);
+    if (l->n > 2) side_fetch(&l->steps[2], &side);
+    const bool whole = l->n > 1 && side.pack.left == 0;
+    multiply(l, &l->steps[0], &side);
+    if (whole || side.pack.left) pack_chunk(l->cpu, l->scratch, &l->steps[1], l->panel[1]);
+    return &l->steps[0];
 }
 
 /* ---- into the experts ---- */
@@ -174,52 +255,55 @@ typedef struct in_run {
 
 static int64_t in_columns(const fmoe_in_job *job, int64_t e) { return fmoe_stack_at(&job->w[0], e).N; }
 
-/* What a task number stands for; *position moves along the order of groups with the claims, which only grow. */
-typedef struct in_task {
-    int64_t e, row, rows;
-    columns w, low;
-} in_task;
+typedef struct in_walk {
+    in_run *run;
+    step at; /* the last one handed out */
+    int64_t position;
+} in_walk;
 
-static in_task in_task_of(const in_run *run, int64_t task, int64_t *position)
+/* The position moves along the order of groups with the claims, which only grow. */
+static bool in_next(void *state, step *s)
 {
-    const fmoe_in_job *job = run->job;
+    in_walk *w = state;
+    const fmoe_in_job *job = w->run->job;
     const fmoe_groups *g = job->g;
-    while (task >= run->ends[*position]) ++*position;
-    in_task t = {.e = g->order[*position]};
-    const int64_t index = task - (*position ? run->ends[*position - 1] : 0), width = FMOE_NB / job->n_w;
-    const int64_t blocks = fmoe_ceil_div(in_columns(job, t.e), width);
-    t.row = g->off[t.e] + index / blocks * FMOE_ROW_BLOCK;
-    t.rows = fmoe_min(FMOE_ROW_BLOCK, g->off[t.e + 1] - t.row);
-    t.w = (columns){.n_v = job->n_w, .dtype = job->w[0].dtype, .n0 = index % blocks * width};
-    for (int i = 0; i < job->n_w; i++) t.w.v[i] = fmoe_stack_at(&job->w[i], t.e);
-    t.w.n = fmoe_min(width, t.w.v[0].N - t.w.n0);
-    if (job->low.b[0].t) {
-        t.low = t.w;
-        for (int i = 0; i < job->n_w; i++) t.low.v[i] = fmoe_stack_at(&job->low.b[i], t.e);
+    const bool has_low = job->low.b[0].t;
+    *s = w->at;
+    s->k0 += s->kc;
+    if (s->rows && s->k0 >= s->v[0].K && has_low && s->a == &job->a) { /* the low-rank term */
+        for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->low.b[i], s->e);
+        s->dtype = job->low.b[0].dtype;
+        s->a = &job->low.l;
+        s->k0 = 0;
+    } else if (s->k0 >= s->v[0].K) {
+        int64_t task;
+        if (!fmoe_claim(&w->run->tasks, &task)) return false;
+        while (task >= w->run->ends[w->position]) w->position++;
+        *s = (step){.e = g->order[w->position], .n_v = job->n_w, .dtype = job->w[0].dtype, .a = &job->a};
+        const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = FMOE_NB / job->n_w;
+        const int64_t blocks = fmoe_ceil_div(in_columns(job, s->e), width);
+        s->row = g->off[s->e] + index / blocks * FMOE_ROW_BLOCK;
+        s->rows = fmoe_min(FMOE_ROW_BLOCK, g->off[s->e + 1] - s->row);
+        for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->w[i], s->e);
+        s->n0 = index % blocks * width;
+        s->n = fmoe_min(width, s->v[0].N - s->n0);
     }
-    return t;
+    const int64_t K = s->v[0].K;
+    s->kc = fmoe_min(chunk_of(job->cpu, K), K - s->k0);
+    s->first = s->k0 == 0 && s->a == &job->a;
+    s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
+    w->at = *s;
+    return true;
 }
 
 static void in_worker(void *arg, int worker)
 {
-    in_run *run = arg;
-    const fmoe_in_job *job = run->job;
-    fmoe_scratch *s = &job->scratch[worker];
-    int64_t task, position = 0;
-    if (!fmoe_claim(&run->tasks, &task)) return;
-    in_task t = in_task_of(run, task, &position);
-    for (bool more = true; more;) { /* one task is claimed ahead, so that its weights can be fetched */
-        more = fmoe_claim(&run->tasks, &task);
-        const in_task next = more ? in_task_of(run, task, &position) : t;
-        const columns *after = more ? &next.w : NULL;
-        const bool low = job->low.b[0].t;
-        for (int64_t i = 0; i < t.rows; i++) s->pointers[i] = fmoe_row(&job->a, job->g, t.e, t.row + i);
-        multiply(job->cpu, s, job->a.dtype, 0, t.rows, &t.w, true, low ? &t.low : after);
-        for (int64_t i = 0; low && i < t.rows; i++) s->pointers[i] = fmoe_row(&job->low.l, job->g, t.e, t.row + i);
-        if (low) multiply(job->cpu, s, job->low.l.dtype, 0, t.rows, &t.low, false, after);
-        job->finish(job->ctx, t.e, t.row, t.rows, t.w.n0, t.w.n, s->c);
-        t = next;
-    }
+    in_walk walk = {.run = arg};
+    const fmoe_in_job *job = walk.run->job;
+    fmoe_scratch *scratch = &job->scratch[worker];
+    line l = line_of(job->cpu, job->g, scratch, in_next, &walk);
+    for (const step *s; (s = line_next(&l));)
+        if (s->last) job->finish(job->ctx, s->e, s->row, s->rows, s->n0, s->n, scratch->c);
 }
 
 void fmoe_multiply_in(const fmoe_in_job *job)
@@ -260,33 +344,79 @@ static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t 
     return e;
 }
 
-static columns out_columns(const fmoe_stack *w, int64_t e, int64_t n0, int64_t n)
+typedef struct out_walk {
+    fmoe_out_run *run;
+    step at;        /* the last one handed out */
+    int half;       /* stack it is of */
+    int64_t end, e; /* rows of its expert end here; the expert after it */
+} out_walk;
+
+/* Claim the next task that has rows, and stand before its first expert. Tasks without any are zeros. */
+static bool out_claim(out_walk *w)
 {
-    return (columns){.v = {fmoe_stack_at(w, e)}, .n_v = 1, .dtype = w->dtype, .n0 = n0, .n = n};
+    const fmoe_out_job *job = w->run->job;
+    const int64_t T = job->out->shape[0], N = job->out->shape[1];
+    int64_t task;
+    if (!fmoe_claim(&w->run->tasks, &task)) return false;
+    w->at = (step){.n_v = 1, .opens = true};
+    w->at.n0 = task % w->run->blocks * FMOE_NB;
+    w->at.n = fmoe_min(FMOE_NB, N - w->at.n0);
+    w->at.t0 = task / w->run->blocks * w->run->tokens;
+    w->at.t1 = fmoe_min(T, w->at.t0 + w->run->tokens);
+    w->e = next_expert(job->g, 0, w->at.t0, w->at.t1);
+    return true;
 }
 
-/* The rows [row, row+rows) of expert e, added to the sums of their tokens; `after` is what comes next, to be fetched.
- */
-static void out_rows(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t row, int64_t rows, int64_t n0,
-                     int64_t n, int64_t t0, const columns *after)
+static bool out_next(void *state, step *s)
 {
-    const fmoe_cpu_plan *cpu = job->cpu;
+    out_walk *w = state;
+    const fmoe_out_job *job = w->run->job;
     const fmoe_groups *g = job->g;
-    int64_t column = 0;
-    for (int64_t i = 0; i < rows; i++) s->pointers[i] = fmoe_row(&job->a, g, e, row + i);
     const bool has_low = job->low.b[0].t;
-    const columns low = has_low ? out_columns(&job->low.b[0], e, n0, n) : (columns){0};
-    for (int i = 0; i < job->n_w; i++) {
-        const columns w = out_columns(&job->w[i], e, n0, n);
-        columns half;
-        const bool last = i == job->n_w - 1;
-        if (!last) half = out_columns(&job->w[i + 1], e, n0, n);
-        multiply(cpu, s, job->a.dtype, column, rows, &w, i == 0, !last ? &half : has_low ? &low : after);
-        column += w.v[0].K;
+    step *at = &w->at;
+    at->k0 += at->kc;
+    if (at->rows && at->k0 < at->v[0].K) { /* the next chunk */
+        at->opens = false;
+    } else if (at->rows && w->half + 1 < job->n_w) { /* the next matrix along k */
+        at->a_column += at->v[0].K;
+        at->v[0] = fmoe_stack_at(&job->w[++w->half], at->e);
+        at->k0 = 0;
+        at->opens = false;
+    } else if (at->rows && has_low && at->a == &job->a) { /* the low-rank term */
+        at->v[0] = fmoe_stack_at(&job->low.b[0], at->e);
+        at->dtype = job->low.b[0].dtype;
+        at->a = &job->low.l;
+        at->a_column = at->k0 = 0;
+        at->opens = false;
+    } else {
+        if (at->rows && at->row + at->rows < w->end) { /* the next rows of the expert */
+            at->row += at->rows;
+            at->opens = false;
+        } else { /* the next expert, or task */
+            const bool same = at->rows && w->e < g->E;
+            if (!same && !out_claim(w)) return false;
+            at->opens = !same;
+            at->e = w->e;
+            at->row = at->rows = w->end = 0;
+            if (at->e < g->E) {
+                at->row = fmoe_first_row(g, at->e, at->t0);
+                w->end = fmoe_first_row(g, at->e, at->t1);
+                w->e = next_expert(g, at->e + 1, at->t0, at->t1);
+            }
+        }
+        at->rows = fmoe_min(FMOE_ROW_BLOCK, w->end - at->row);
+        at->a_column = at->k0 = w->half = 0;
+        at->a = &job->a;
+        at->dtype = job->w[0].dtype;
+        at->v[0] = fmoe_stack_at(&job->w[0], at->e < g->E ? at->e : 0);
     }
-    for (int64_t i = 0; has_low && i < rows; i++) s->pointers[i] = fmoe_row(&job->low.l, g, e, row + i);
-    if (has_low) multiply(cpu, s, job->low.l.dtype, 0, rows, &low, false, after);
-    fmoe_out_rows(job, s, s->c, e, row, rows, n0, n, t0);
+    const int64_t K = at->v[0].K;
+    at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, K), K - at->k0) : 0;
+    at->first = at->k0 == 0 && w->half == 0 && at->a == &job->a;
+    at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_low || at->a == &job->low.l);
+    at->closes = !at->rows || (at->last && at->row + at->rows == w->end && w->e == g->E);
+    *s = *at;
+    return true;
 }
 
 void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
@@ -313,11 +443,10 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
 void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n)
 {
     const fmoe_kernels *k = &job->cpu->k;
-    const fmoe_tensor *out = job->out;
-    const int dtype = fmoe_tensor_dtype(out);
-    const int64_t element = (int64_t)fmoe_dtype_size(dtype), stride = fmoe_stride(out, 0);
+    const int dtype = fmoe_tensor_dtype(job->out);
+    const int64_t element = (int64_t)fmoe_dtype_size(dtype), stride = fmoe_stride(job->out, 0);
     for (int64_t t = t0; t < t1; t++) {
-        char *dst = (char *)fmoe_data(out) + (t * stride + n0) * element;
+        char *dst = (char *)fmoe_data(job->out) + (t * stride + n0) * element;
         float *sum = s->sums + (t - t0) * FMOE_NB, old[FMOE_NB];
         if (job->add) {
             fmoe_load_row(k, dtype, old, dst, n);
@@ -329,25 +458,14 @@ void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, 
 
 static void out_worker(void *arg, int worker)
 {
-    fmoe_out_run *run = arg;
-    const fmoe_out_job *job = run->job;
-    const fmoe_groups *g = job->g;
-    fmoe_scratch *s = &job->scratch[worker];
-    const int64_t T = job->out->shape[0], N = job->out->shape[1];
-    int64_t task;
-    while (fmoe_claim(&run->tasks, &task)) {
-        const int64_t n0 = task % run->blocks * FMOE_NB, n = fmoe_min(FMOE_NB, N - n0);
-        const int64_t t0 = task / run->blocks * run->tokens, t1 = fmoe_min(T, t0 + run->tokens);
-        memset(s->sums, 0, (size_t)((t1 - t0) * FMOE_NB) * sizeof *s->sums);
-        for (int64_t e = next_expert(g, 0, t0, t1); e < g->E;) {
-            const int64_t end = fmoe_first_row(g, e, t1), e_next = next_expert(g, e + 1, t0, t1);
-            columns after;
-            if (e_next < g->E) after = out_columns(&job->w[0], e_next, n0, n);
-            for (int64_t row = fmoe_first_row(g, e, t0); row < end; row += FMOE_ROW_BLOCK)
-                out_rows(job, s, e, row, fmoe_min(FMOE_ROW_BLOCK, end - row), n0, n, t0, e_next < g->E ? &after : NULL);
-            e = e_next;
-        }
-        fmoe_out_store(job, s, t0, t1, n0, n);
+    out_walk walk = {.run = arg};
+    const fmoe_out_job *job = walk.run->job;
+    fmoe_scratch *scratch = &job->scratch[worker];
+    line l = line_of(job->cpu, job->g, scratch, out_next, &walk);
+    for (const step *s; (s = line_next(&l));) {
+        if (s->opens) memset(scratch->sums, 0, (size_t)((s->t1 - s->t0) * FMOE_NB) * sizeof *scratch->sums);
+        if (s->last) fmoe_out_rows(job, scratch, scratch->c, s->e, s->row, s->rows, s->n0, s->n, s->t0);
+        if (s->closes) fmoe_out_store(job, scratch, s->t0, s->t1, s->n0, s->n);
     }
 }
 

@@ -12,7 +12,7 @@
  * Tiles are configured on entry and released on return, 0.1 us: nothing of them is left in the thread. */
 #include "cpu/amx.h"
 #include "cpu/kernels.h"
-#include "cpu/pack_avx512.h"
+#include "cpu/pack_pairs.h"
 #include "util.h"
 
 enum { HALVES = 2, BLOCK_ROWS = HALVES * TILE_ROWS, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
@@ -70,10 +70,16 @@ typedef struct b_panel {
     int64_t steps, full_steps;
 } b_panel;
 
-/* Lines of the next chunk, a few at each step. */
-static inline void fetch_some(fmoe_fetch *next, int64_t n)
+/* Work on the side, so much at each step: the vector units have nothing else to do. */
+typedef struct beside {
+    fmoe_side *side;
+    int64_t pieces, lines;
+} beside;
+
+static inline void do_beside(const beside *w, int times)
 {
-    for (; n > 0 && next->line < next->end; n--) _mm_prefetch(*next->line++, _MM_HINT_T1);
+    for (int64_t i = 0; i < times * w->lines; i++) fmoe_fetch_line(&w->side->fetch);
+    for (int64_t i = 0; i < times * w->pieces && w->side->pack.left > 0; i++) piece_pairs(w->side);
 }
 
 static inline void zero_c(void)
@@ -96,14 +102,13 @@ static inline void step_32x32(const char *a0, int64_t s0, const char *a1, int64_
     tile_dot(3, 5, 7);
 }
 
-static void block_32x32(const a_block *a, const b_panel *b, int64_t column, float *c, int64_t ldc, fmoe_fetch *next,
-                        int64_t fetches)
+static void block_32x32(const a_block *a, const b_panel *b, int64_t column, float *c, int64_t ldc, const beside *w)
 {
     zero_c();
     for (int64_t s = 0; s < b->full_steps; s++) {
         step_32x32(a->at[0] + s * a->step[0], a->stride[0], a->at[1] + s * a->step[1], a->stride[1],
                    b->full + s * B_STEP + column);
-        fetch_some(next, fetches);
+        do_beside(w, 1);
     }
     if (b->full_steps < b->steps) {
         const tile *last = a->copies + b->full_steps;
@@ -128,12 +133,12 @@ static inline void step_16x64(const char *a, int64_t stride, const uint32_t *b)
     tile_dot(3, 4, 5);
 }
 
-static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ldc, fmoe_fetch *next, int64_t fetches)
+static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ldc, const beside *w)
 {
     zero_c();
     for (int64_t s = 0; s < b->full_steps; s++) {
         step_16x64(a->at[0] + s * a->step[0], a->stride[0], b->full + s * B_STEP);
-        fetch_some(next, 2 * fetches);
+        do_beside(w, 2);
     }
     if (b->full_steps < b->steps) step_16x64(a->copies[b->full_steps].bytes, 64, b->last);
     tile_store(0, c, 4 * ldc);
@@ -160,7 +165,7 @@ static void add_sums(float *c, int64_t ldc, const float *sums, int64_t rows)
 }
 
 void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                             float *c, int64_t ldc, int first, fmoe_fetch *next)
+                             float *c, int64_t ldc, int first, fmoe_side *side)
 {
     tile copies[HALVES * STEPS];
     _Alignas(64) uint32_t last[B_STEP];
@@ -171,8 +176,8 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         memcpy(last, b.full + b.full_steps * B_STEP, bytes);
         memset((char *)last + bytes, 0, sizeof last - bytes);
     }
-    const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* how often lines are fetched */
-    const int64_t fetches = turns ? fmoe_ceil_div(next->end - next->line, turns) : 0;
+    const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* steps in all, or halves of 16 x 64 */
+    const beside w = {side, turns ? fmoe_ceil_div(side->pack.left, turns) : 0, fmoe_fetch_rate(&side->fetch, turns)};
     for (int64_t n, shape = 0; rows > 0; rows -= n, a += n, c += n * ldc) {
         n = fmoe_min(rows, BLOCK_ROWS);
         if (n != shape) shape_tiles(shape = n);
@@ -180,14 +185,15 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         float *to = first ? c : sums;
         const int64_t ld = first ? ldc : FMOE_NB;
         if (n > TILE_ROWS) {
-            block_32x32(&block, &b, 0, to, ld, next, fetches);
-            block_32x32(&block, &b, 32, to + 32, ld, next, fetches);
+            block_32x32(&block, &b, 0, to, ld, &w);
+            block_32x32(&block, &b, 32, to + 32, ld, &w);
         } else {
-            block_16x64(&block, &b, to, ld, next, fetches);
+            block_16x64(&block, &b, to, ld, &w);
         }
         if (!first) add_sums(c, ldc, sums, n);
     }
     tile_release();
+    while (side->pack.left > 0) piece_pairs(side);
 }
 
 /* Four chains of tile products, no loads. */

@@ -11,10 +11,11 @@
 
 enum { NR = 16 };
 
-static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_fetch *next, int64_t fetches)
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_side *side, int64_t tiles)
 {
+    (void)form;
     __m256 acc[FMOE_MR][2];
     const char *row[FMOE_MR];
 #pragma GCC unroll 6
@@ -23,14 +24,9 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
         acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     }
     int64_t offset = 0;
-    const void *const *line = next->line, *const *fetch_end = line + fetches;
-    const int64_t apart = fetches ? fmoe_max(1, kc / fetches) : 0;
-    int64_t wait = apart;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * kc);
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        if (--wait == 0 && line < fetch_end) { /* spread evenly: bursts would hold up the loads of B */
-            _mm_prefetch(*line++, _MM_HINT_T1);
-            wait = apart;
-        }
+        for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -39,7 +35,6 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
             acc[i][1] = _mm256_fmadd_ps(ai, b1, acc[i][1]);
         }
     }
-    next->line = line;
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 2
@@ -53,10 +48,11 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #include "cpu/tiles.h"
 
 void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                        int64_t ldc, int first, fmoe_fetch *next)
+                        int64_t ldc, int first, fmoe_side *side)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
-        run_tiles(rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, next);
+        run_tiles(0, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
+                  FMOE_NB / NR - strip);
 }
 
 /* ---- packing: a loader per storage type, 8 elements ---- */

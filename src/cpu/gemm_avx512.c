@@ -11,39 +11,100 @@
 #include "cpu/kernels.h"
 #include "util.h"
 
-static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_fetch *next, int64_t fetches)
+/* One loader per storage type, 16 elements or the first n of them. */
+
+static inline __m512 load16_f32(const void *p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
+
+static inline __m512 load16_bf16(const void *p, __mmask16 m)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
+}
+
+static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
+
+/* ---- pieces of the next panel ---- */
+
+static inline __m512 widen_bf16(__m256i x)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+static inline __m512 widen_f16(__m256i x) { return _mm512_cvtph_ps(x); }
+
+/* 16-bit elements: the same lanes, half as wide. */
+#define PIECE_COLS_HALF(type, offset, to)                                                                              \
+    do {                                                                                                               \
+        __m256i y[4];                                                                                                  \
+        PIECE_LOAD("vmovq", "vpbroadcastq", "t", offset, "8", y, side->pack.at, side->pack.step);                      \
+        const __m512 z[4] = {widen_##type(y[0]), widen_##type(y[1]), widen_##type(y[2]), widen_##type(y[3])};          \
+        piece_cols_store(z, to);                                                                                       \
+    } while (0)
+#define PIECE_COLS(type)                                                                                               \
+    do {                                                                                                               \
+        PIECE_COLS_HALF(type, "0", piece_cols_at(side));                                                               \
+        PIECE_COLS_HALF(type, "16", piece_cols_at(side) + 8 * PANEL_ROW);                                              \
+    } while (0)
+
+#define PIECE_ROWS(type, element_bytes)                                                                                \
+    _Pragma("GCC unroll 2") for (int part = 0; part < 2; part++)                                                       \
+    {                                                                                                                  \
+        const char *from = p + part * step, *other = piece_other(side) + part * step;                                  \
+        float *to = (float *)(void *)(piece_rows_at(side, 2) + part * PANEL_ROW);                                      \
+        _mm512_storeu_ps(to, load16_##type(from, 0xffff));                                                             \
+        _mm512_storeu_ps(to + 16, load16_##type(from + 16 * element_bytes, 0xffff));                                   \
+        _mm512_storeu_ps(to + 32, load16_##type(other, 0xffff));                                                       \
+        _mm512_storeu_ps(to + 48, load16_##type(other + 16 * element_bytes, 0xffff));                                  \
+    }
+
+/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. */
+enum { PLAIN, WIDENING };
+
+static inline __attribute__((always_inline)) void piece(const int form, fmoe_side *side)
+{
+    if (side->kind == FMOE_SIDE_COLS) {
+        if (form == PLAIN) piece_cols_units(side);
+        else if (side->dtype == FMOE_BF16) PIECE_COLS(bf16);
+        else PIECE_COLS(f16);
+    } else {
+        const char *p = side->pack.at;
+        const int64_t step = side->pack.step;
+        if (form == PLAIN) PIECE_ROWS(f32, 4)
+        else if (side->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
+        else PIECE_ROWS(f16, 2)
+    }
+    fmoe_walk_on(&side->pack);
+}
+
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_side *side, int64_t tiles)
 {
     __m512 acc[FMOE_MR][4];
-    const char *row[FMOE_MR];
+    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
-        row[i] = a[i];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     }
     int64_t offset = 0;
-    const void *const *line = next->line, *const *fetch_end = line + fetches;
-    const int64_t apart = fetches ? fmoe_max(1, kc / fetches) : 0;
-    int64_t wait = apart;
-    for (int64_t k = 0; k < kc; k++, b += FMOE_NB, offset += a_step) {
-        if (--wait == 0 && line < fetch_end) { /* spread evenly: bursts would hold up the loads of B */
-            _mm_prefetch(*line++, _MM_HINT_T1);
-            wait = apart;
-        }
-        const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
-                     b3 = _mm512_loadu_ps(b + 48);
+    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const int64_t n = kc, apart = pieces ? fmoe_max(1, n / pieces) : n, rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    for (int64_t k = 0; k < n;) {
+        const int64_t stop = fmoe_min(n, k + apart);
+        for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
+            for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
+            const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
+                         b3 = _mm512_loadu_ps(b + 48);
 #pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            const __m512 ai = _mm512_set1_ps(*(const float *)(const void *)(row[i] + offset));
-            acc[i][0] = _mm512_fmadd_ps(ai, b0, acc[i][0]);
-            acc[i][1] = _mm512_fmadd_ps(ai, b1, acc[i][1]);
-            acc[i][2] = _mm512_fmadd_ps(ai, b2, acc[i][2]);
-            acc[i][3] = _mm512_fmadd_ps(ai, b3, acc[i][3]);
+            for (int i = 0; i < mr; i++) {
+                const __m512 ai = _mm512_set1_ps(*(const float *)(const void *)(row[i] + offset));
+                acc[i][0] = _mm512_fmadd_ps(ai, b0, acc[i][0]);
+                acc[i][1] = _mm512_fmadd_ps(ai, b1, acc[i][1]);
+                acc[i][2] = _mm512_fmadd_ps(ai, b2, acc[i][2]);
+                acc[i][3] = _mm512_fmadd_ps(ai, b3, acc[i][3]);
+            }
         }
+        if (pieces-- > 0) piece(form, side);
     }
-    next->line = line;
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
@@ -57,21 +118,18 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #include "cpu/tiles.h"
 
 void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first, fmoe_fetch *next)
+                          int64_t ldc, int first, fmoe_side *side)
 {
-    run_tiles(rows, kc, a, a_step, panel, c, ldc, first, next);
+    if (side->pack.left == 0 || side->dtype == FMOE_F32) {
+        run_tiles(PLAIN, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
+        while (side->pack.left > 0) piece(PLAIN, side);
+    } else {
+        run_tiles(WIDENING, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
+        while (side->pack.left > 0) piece(WIDENING, side);
+    }
 }
 
-/* ---- packing: one loader per storage type, 16 elements or the first n of them ---- */
-
-static inline __m512 load16_f32(const void *p, __mmask16 m) { return _mm512_maskz_loadu_ps(m, p); }
-
-static inline __m512 load16_bf16(const void *p, __mmask16 m)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
-}
-
-static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
+/* ---- packing ---- */
 
 #define DEFINE_PACK(type, element_bytes)                                                                               \
     void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \

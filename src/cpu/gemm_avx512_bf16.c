@@ -5,7 +5,7 @@
  * The instruction treats denormals as zero and rounds to nearest even whatever MXCSR says; see docs/numerics.md. */
 #include <immintrin.h>
 
-#include "cpu/pack_avx512.h"
+#include "cpu/pack_pairs.h"
 #include "cpu/kernels.h"
 #include "util.h"
 
@@ -28,39 +28,39 @@ static inline uint32_t load_single(const char *p)
     return u;
 }
 
-static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const uint32_t *b, float *c, int64_t ldc, int first,
-                                                       fmoe_fetch *next, int64_t fetches)
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const uint32_t *b, float *c, int64_t ldc,
+                                                       int first, fmoe_side *side, int64_t tiles)
 {
+    (void)form;
     __m512 acc[FMOE_MR][4];
-    const char *row[FMOE_MR];
+    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
-        row[i] = a[i];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     }
     int64_t offset = 0;
-    const void *const *line = next->line, *const *fetch_end = line + fetches;
-    const int64_t apart = fetches ? fmoe_max(1, kc / 2 / fetches) : 0;
-    int64_t wait = apart;
-    for (int64_t k = 0; k < kc / 2; k++, b += FMOE_NB, offset += a_step) {
-        if (--wait == 0 && line < fetch_end) { /* spread evenly: bursts would hold up the loads of B */
-            _mm_prefetch(*line++, _MM_HINT_T1);
-            wait = apart;
-        }
-        const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
-                      b3 = _mm512_loadu_si512(b + 48);
+    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const int64_t n = kc / 2, apart = pieces ? fmoe_max(1, n / pieces) : n,
+                  rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    for (int64_t k = 0; k < n;) {
+        const int64_t stop = fmoe_min(n, k + apart);
+        for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
+            for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
+            const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
+                          b3 = _mm512_loadu_si512(b + 48);
 #pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            const uint32_t ai = load_pair(row[i] + offset);
-            acc[i][0] = dot_pairs(acc[i][0], ai, b0);
-            acc[i][1] = dot_pairs(acc[i][1], ai, b1);
-            acc[i][2] = dot_pairs(acc[i][2], ai, b2);
-            acc[i][3] = dot_pairs(acc[i][3], ai, b3);
+            for (int i = 0; i < mr; i++) {
+                const uint32_t ai = load_pair(row[i] + offset);
+                acc[i][0] = dot_pairs(acc[i][0], ai, b0);
+                acc[i][1] = dot_pairs(acc[i][1], ai, b1);
+                acc[i][2] = dot_pairs(acc[i][2], ai, b2);
+                acc[i][3] = dot_pairs(acc[i][3], ai, b3);
+            }
         }
+        if (pieces-- > 0) piece_pairs(side);
     }
-    next->line = line;
     if (kc & 1) {
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -82,9 +82,10 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #include "cpu/tiles.h"
 
 void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                float *c, int64_t ldc, int first, fmoe_fetch *next)
+                                float *c, int64_t ldc, int first, fmoe_side *side)
 {
-    run_tiles(rows, kc, a, a_step, panel, c, ldc, first, next);
+    run_tiles(0, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
+    while (side->pack.left > 0) piece_pairs(side);
 }
 
 /* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache

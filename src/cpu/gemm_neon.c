@@ -11,10 +11,11 @@
 
 enum { NR = 16 };
 
-static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_fetch *next, int64_t fetches)
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_side *side, int64_t tiles)
 {
+    (void)form;
     float32x4_t acc[FMOE_MR][4];
     const char *row[FMOE_MR];
 #pragma GCC unroll 6
@@ -24,9 +25,9 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
         for (int j = 0; j < 4; j++) acc[i][j] = vdupq_n_f32(0);
     }
     int64_t offset = 0;
-    const void *const *line = next->line, *const *fetch_end = line + fetches;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * kc);
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        if (line < fetch_end) __builtin_prefetch(*line++, 0, 2);
+        for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
         const float32x4_t b0 = vld1q_f32(b), b1 = vld1q_f32(b + 4), b2 = vld1q_f32(b + 8), b3 = vld1q_f32(b + 12);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -38,7 +39,6 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
             acc[i][3] = vfmaq_n_f32(acc[i][3], b3, ai);
         }
     }
-    next->line = line;
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
@@ -52,10 +52,11 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #include "cpu/tiles.h"
 
 void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                        int64_t ldc, int first, fmoe_fetch *next)
+                        int64_t ldc, int first, fmoe_side *side)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
-        run_tiles(rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, next);
+        run_tiles(0, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
+                  FMOE_NB / NR - strip);
 }
 
 /* ---- packing: a loader per storage type, the bits of 4 floats ---- */

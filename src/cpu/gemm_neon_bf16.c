@@ -55,12 +55,11 @@ static inline float32x4_t multiply4(float32x4_t acc, uint32x4_t a, uint32x4_t b)
 static inline __attribute__((always_inline)) void steps(const int form, const int pairs,
                                                         float32x4_t acc[FMOE_MR / 2][NR / 2], int64_t n,
                                                         const char *const *row, int64_t a_step, const uint32_t *b,
-                                                        const void *const *line, const void *const *fetch_end)
+                                                        fmoe_walk *fetch, int64_t rate)
 {
     int64_t offset = 0;
     for (int64_t step = 0; step < n; step++, b += 2 * NR, offset += 2 * a_step) {
-        if (line < fetch_end) __builtin_prefetch(*line++, 0, 2);
-        if (line < fetch_end) __builtin_prefetch(*line++, 0, 2); /* 128 bytes of the panel are used up here, not 64 */
+        for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(fetch);
         uint32x4_t left[FMOE_MR / 2];
 #pragma GCC unroll 3
         for (int p = 0; p < pairs; p++) left[p] = load_left(form, row[2 * p] + offset, row[2 * p + 1] + offset, a_step);
@@ -80,12 +79,14 @@ static inline void store_row(float *c, float64x2_t sum, int first)
     vst1q_f32(c, first ? s : vaddq_f32(vld1q_f32(c), s));
 }
 
-static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc, const void *const *a, int64_t a_step,
-                                                       const uint32_t *b, float *c, int64_t ldc, int first,
-                                                       fmoe_fetch *next, int64_t fetches)
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const uint32_t *b, float *c, int64_t ldc,
+                                                       int first, fmoe_side *side, int64_t tiles)
 {
+    (void)form;
     const int pairs = (mr + 1) / 2;
-    const int64_t n = kc / 4;
+    const int64_t n = kc / 4, rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    fmoe_walk *fetch = &side->fetch;
     float32x4_t acc[FMOE_MR / 2][NR / 2];
     const char *row[FMOE_MR];
     bool beside = mr % 2 == 0;
@@ -97,11 +98,9 @@ static inline __attribute__((always_inline)) void tile(const int mr, int64_t kc,
 #pragma GCC unroll 8
         for (int j = 0; j < NR / 2; j++) acc[p][j] = vdupq_n_f32(0);
     }
-    const void *const *line = next->line, *const *fetch_end = line + fetches;
-    if (a_step == 4) steps(ALONG, pairs, acc, n, row, a_step, b, line, fetch_end);
-    else if (beside) steps(BESIDE, pairs, acc, n, row, a_step, b, line, fetch_end);
-    else steps(APART, pairs, acc, n, row, a_step, b, line, fetch_end);
-    next->line += fmoe_min(fetches, 2 * n);
+    if (a_step == 4) steps(ALONG, pairs, acc, n, row, a_step, b, fetch, rate);
+    else if (beside) steps(BESIDE, pairs, acc, n, row, a_step, b, fetch, rate);
+    else steps(APART, pairs, acc, n, row, a_step, b, fetch, rate);
     if (kc % 4) {
 #pragma GCC unroll 3
         for (int p = 0; p < pairs; p++) {
@@ -140,12 +139,12 @@ static void make_strip(uint32_t *strip, const uint32_t *panel, int64_t kc)
 }
 
 void fmoe_gemm_bf16_neon_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                              float *c, int64_t ldc, int first, fmoe_fetch *next)
+                              float *c, int64_t ldc, int first, fmoe_side *side)
 {
     _Alignas(64) uint32_t strip[FMOE_KC_PAIRS / 2 * NR];
     for (int col = 0; col < FMOE_NB; col += NR) {
         make_strip(strip, (const uint32_t *)panel + col, kc);
-        run_tiles(rows, kc, a, a_step, strip, c + col, ldc, first, next);
+        run_tiles(0, rows, kc, a, a_step, strip, c + col, ldc, first, side, (FMOE_NB - col) / NR);
     }
 }
 

@@ -16,6 +16,7 @@
 #ifndef FMOE_CPU_KERNELS_H
 #define FMOE_CPU_KERNELS_H
 
+#include "cpu/side.h"
 #include "fusedmoe.h"
 
 enum {
@@ -26,17 +27,12 @@ enum {
     FMOE_PANEL_BYTES = FMOE_KC * FMOE_NB * 4
 };
 
-/* Cache lines that the next chunk will need: a product fetches them bit by bit while it multiplies, so that memory and
- * arithmetic run side by side. It takes from the front. */
-typedef struct fmoe_fetch {
-    const void *const *line, *const *end;
-} fmoe_fetch;
-
 /* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. The chunk is summed
  * from zero and then added: rounding errors grow with the chunk, not with K. An odd kc in the pairs form reads the last
- * A element alone (nothing past the row's end is touched). */
+ * A element alone (nothing past the row's end is touched). What `side` asks for is done meanwhile: all of its fetching
+ * that there is time for, all of its packing or none. */
 typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first, fmoe_fetch *next);
+                          int64_t ldc, int first, fmoe_side *side);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours

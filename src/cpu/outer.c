@@ -25,7 +25,7 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e,
                          int64_t row, int64_t kc, int64_t column, int64_t n, void *panel)
 {
-    const void **pointers = s->pointers + FMOE_ROW_BLOCK;
+    const void **pointers = s->pointers;
     const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
     for (int64_t k = 0; k < kc; k++) pointers[k] = (const char *)fmoe_row(a, g, e, row + k) + offset;
     if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
@@ -51,7 +51,7 @@ static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows
 {
     const int64_t panel_bytes = (int64_t)fmoe_panel_bytes(cpu, padded_rows(cpu, kc));
     const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
-    const void **pointers = s->pointers + FMOE_ROW_BLOCK;
+    const void **pointers = s->pointers;
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
         char *to = (char *)s->left + i / FMOE_NB * panel_bytes;
@@ -108,7 +108,7 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const void *a[FMOE_ROW_BLOCK];
-    fmoe_fetch nothing = {0};
+    fmoe_side nothing = {0};
     /* Sums that are complete after one chunk are stored while they are in L1. */
     const int64_t block = rows > chunk ? m : STORE_ROWS;
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  * pack_avx512.h - what both AVX-512 levels pack panels with: a 16 x 16 transposition of 32-bit units, masks,
- * prefetching. */
+ * prefetching, and the pieces that are packed between multiply-adds (side.h). */
 #ifndef FMOE_PACK_AVX512_H
 #define FMOE_PACK_AVX512_H
 
 #include <immintrin.h>
 #include <stdint.h>
+
+#include "cpu/kernels.h"
 
 enum {
     PACK_AHEAD = 12,       /* rows to fetch ahead while packing rows */
@@ -69,6 +71,69 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
     }
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) r[i] = t[i];
+}
+
+/* ---- pieces: 8 cache lines, in at most 5 registers, for 24 are sums ---- */
+
+enum { PANEL_ROW = FMOE_NB * 4 }; /* bytes */
+
+static inline char *piece_cols_at(const fmoe_side *s)
+{
+    return s->panel + s->pack.run * 32 + (int64_t)(s->pack.length - s->pack.in_run) * 16 * PANEL_ROW;
+}
+
+static inline char *piece_rows_at(const fmoe_side *s, int64_t rows)
+{
+    return s->panel + (int64_t)(s->pack.length - s->pack.in_run) * rows * PANEL_ROW;
+}
+
+/* The same in the other half, where columns are neighbours. */
+static inline const char *piece_other(const fmoe_side *s) { return s->pack.half[1] + (s->pack.at - s->pack.half[0]); }
+
+/* 8 columns x 8 units. z[i] holds in its lanes of four units: column i, column i+4, then the second four of each; loads
+ * with a mask put them there, which leaves two rounds of shuffles, inside lanes. */
+static inline __attribute__((always_inline)) void piece_cols_store(const __m512 z[4], char *to)
+{
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(z[0], z[1])),
+                  c = _mm512_castps_pd(_mm512_unpacklo_ps(z[2], z[3]));
+    const __m512d b = _mm512_castps_pd(_mm512_unpackhi_ps(z[0], z[1])),
+                  d = _mm512_castps_pd(_mm512_unpackhi_ps(z[2], z[3]));
+    const __m512d u[4] = {_mm512_unpacklo_pd(a, c), _mm512_unpackhi_pd(a, c), _mm512_unpacklo_pd(b, d),
+                          _mm512_unpackhi_pd(b, d)};
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_pd((double *)(void *)(to + i * PANEL_ROW), _mm512_castpd512_pd256(u[i]));
+        _mm256_storeu_pd((double *)(void *)(to + (4 + i) * PANEL_ROW), _mm512_extractf64x4_pd(u[i], 1));
+    }
+}
+
+/* z[0..3] from rows p, p + step, ... of eight, `offset` bytes along, `half` bytes from their first four units to the
+ * second four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
+#define PIECE_FOUR(move, offset, suffix, mask)                                                                         \
+    move " " offset "(%[p]), %" suffix "[z0]" mask "\n\t" move " " offset "(%[p],%[s]), %" suffix "[z1]" mask          \
+         "\n\t" move " " offset "(%[p],%[s],2), %" suffix "[z2]" mask "\n\t" move " " offset "(%[p],%[t]), %" suffix   \
+         "[z3]" mask "\n\t"
+#define PIECE_LOAD(first, merge, suffix, offset, half, z, from, step)                                                  \
+    do {                                                                                                               \
+        const char *p_ = (from);                                                                                       \
+        __asm__(PIECE_FOUR(first, offset, "x", "")                                                                     \
+                    PIECE_FOUR(merge, offset "+" half, suffix, "%{%[k2]%}") "lea (%[p],%[s],4), %[p]\n\t" PIECE_FOUR(  \
+                        merge, offset, suffix, "%{%[k1]%}") PIECE_FOUR(merge, offset "+" half, suffix, "%{%[k3]%}")    \
+                : [z0] "=&v"((z)[0]), [z1] "=&v"((z)[1]), [z2] "=&v"((z)[2]), [z3] "=&v"((z)[3]), [p] "+&r"(p_)        \
+                : [s] "r"((int64_t)(step)), [t] "r"((int64_t)(3 * (step))), [k1] "Yk"((__mmask16)PIECE_MASK(1, half)), \
+                  [k2] "Yk"((__mmask16)PIECE_MASK(2, half)), [k3] "Yk"((__mmask16)PIECE_MASK(3, half))                 \
+                : "memory");                                                                                           \
+    } while (0)
+/* A lane is four masked elements of 32 bits, or one of 64 where the units are 16 bits yet. */
+#define PIECE_MASK(lane, half) (half[0] == '1' ? 15 << 4 * (lane) : 1 << (lane))
+
+static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_side *s)
+{
+    __m512 z[4];
+    PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "0", "16", z, s->pack.at, s->pack.step);
+    piece_cols_store(z, piece_cols_at(s));
+    PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "32", "16", z, s->pack.at, s->pack.step);
+    piece_cols_store(z, piece_cols_at(s) + 8 * PANEL_ROW);
 }
 
 #endif

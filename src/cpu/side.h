@@ -1,0 +1,61 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * side.h - what a product does on the side. While chunk i of the weights is multiplied, chunk i+1 is packed and chunk
+ * i+2 is fetched from memory, a piece of eight cache lines at a time, spread over the multiply-adds: packing
+ * then uses units that wait otherwise (shuffles, stores), and memory never rests.
+ *
+ * A level whose gemm knows no pieces leaves `pack` alone, and the caller packs the chunk whole when gemm returns. */
+#ifndef FMOE_CPU_SIDE_H
+#define FMOE_CPU_SIDE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+/* A walk along equal pieces: `runs` runs, each of `length` pieces `advance` bytes apart. A run starts where
+ * half[run / per_half] says, run_step further for each run of that half. */
+typedef struct fmoe_walk {
+    const char *at, *half[2];
+    int64_t left; /* pieces, in all */
+    int64_t step; /* bytes between the rows of a piece */
+    int64_t advance, run_step;
+    int32_t in_run, length, run, per_half;
+    int32_t row; /* fetch: of the eight */
+} fmoe_walk;
+
+/* How a chunk of weights lies: k along memory (a piece is 8 columns x 16 units of 32 bits), or columns along memory (a
+ * piece is two rows of units, 64 columns). */
+enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS };
+
+typedef struct fmoe_side {
+    fmoe_walk pack, fetch;
+    char *panel, *to; /* where pack goes */
+    int kind, dtype;
+} fmoe_side;
+
+static inline void fmoe_walk_on(fmoe_walk *w)
+{
+    w->left--;
+    w->at += w->advance;
+    if (--w->in_run > 0) return;
+    w->in_run = w->length;
+    const int32_t run = ++w->run;
+    w->at = w->half[run >= w->per_half] + (run >= w->per_half ? run - w->per_half : run) * w->run_step;
+}
+
+/* One line nearer, into L2; eight rows in turn, so that their pages are looked up at once where each has its own. One
+ * at a time: a core drops prefetches that come in a burst. */
+static inline __attribute__((always_inline)) void fmoe_fetch_line(fmoe_walk *w)
+{
+    if (w->left <= 0) return;
+    __builtin_prefetch(w->at + w->row * w->step, 0, 2);
+    w->row = (w->row + 1) & 7;
+    if (w->row == 0) fmoe_walk_on(w);
+}
+
+/* Lines to fetch at each of `steps` steps, so that all are when they end. */
+static inline int64_t fmoe_fetch_rate(const fmoe_walk *w, int64_t steps)
+{
+    return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left + steps - 1) / steps;
+}
+
+#endif

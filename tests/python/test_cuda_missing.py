@@ -18,13 +18,23 @@ ROOT = Path(__file__).resolve().parents[2]
 TRY = """
 import importlib.util, sys
 core = importlib.util.module_from_spec(importlib.util.spec_from_file_location("_core", sys.argv[1]))  # torch would take seconds to load
-plan = lambda device: core.plan(5, 2, device, 0, 64, 64, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0.0, 0.0, None, 1)
+cuda, cpu = eval(sys.argv[2])
 try:
-    plan(2)
+    core.plan(*cuda)
 except RuntimeError as error:
     print(error)
-print("the CPU works:", core.describe(plan(1)))
+print("the CPU works:", core.describe(core.plan(*cpu)))
 """
+
+
+def plans(monkeypatch):
+    """What _core.plan is called with for a small layer on either device."""
+    seen = []
+    monkeypatch.setattr(_core, "plan", lambda *args: seen.append(args))
+    for device in ("cuda:0", "cpu"):
+        ops._plan.__wrapped__(ops.EXPERTS, torch.bfloat16, torch.device(device), 1, H=64, I=64, E=2, k=1)
+    monkeypatch.undo()
+    return repr(seen)
 
 
 def library():
@@ -32,30 +42,38 @@ def library():
     return next((p / "libfusedmoe_cuda.so" for p in places if (p / "libfusedmoe_cuda.so").exists()), None)
 
 
-def attempt(**environment):
-    command = [sys.executable, "-c", TRY, _core.__file__]
-    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0 and "the CPU works: " in run.stdout, run.stdout + run.stderr
-    return run.stdout
+@pytest.fixture
+def attempt(monkeypatch):
+    """What a process says that asks for a plan on CUDA, and then for one on the CPU."""
+    command = [sys.executable, "-c", TRY, _core.__file__, plans(monkeypatch)]
+
+    def run(**environment):
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "the CPU works: " in done.stdout, done.stdout + done.stderr
+        if "is not a CUDA backend of version" in done.stdout and environment["FMOE_CUDA_LIBRARY"] == str(library()):
+            pytest.skip("the CUDA backend here is of an older build")
+        return done.stdout
+
+    return run
 
 
-def test_no_library():
+def test_no_library(attempt):
     assert "FMOE_ERR_BACKEND" in (text := attempt(FMOE_CUDA_LIBRARY="/nowhere/libfusedmoe_cuda.so")) and "/nowhere/" in text
 
 
-def test_a_library_that_is_something_else():
+def test_a_library_that_is_something_else(attempt):
     other = torch.__file__.replace("__init__.py", "lib/libtorch_global_deps.so")
     assert "is not a CUDA backend" in attempt(FMOE_CUDA_LIBRARY=other)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
-def test_no_driver():
+def test_no_driver(attempt):
     if library() is None:
         pytest.skip("the CUDA backend was not built here")
     assert "CUDA: no driver was found" in attempt(FMOE_CUDA_LIBRARY=str(library()))
 
 
-def test_an_old_driver(tmp_path):
+def test_an_old_driver(tmp_path, attempt):
     if library() is None or shutil.which("cc") is None:
         pytest.skip("the CUDA backend was not built here, or there is no compiler")
     source = tmp_path / "driver.c"

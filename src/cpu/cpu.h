@@ -125,7 +125,13 @@ typedef struct fmoe_scratch {
     const void **pointers; /* [FMOE_KC_PAIRS] */
 } fmoe_scratch;
 
-enum { FMOE_ROW_BLOCK = 512, FMOE_TOKEN_BLOCK = 2048, FMOE_WIDEN_ROWS = 48, FMOE_LEFT_PANELS = 3 };
+enum {
+    FMOE_ROW_BLOCK = 512,
+    FMOE_TASK_ROWS = 144,
+    FMOE_TOKEN_BLOCK = 2048,
+    FMOE_WIDEN_ROWS = 48,
+    FMOE_LEFT_PANELS = 3
+};
 
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
                         const fmoe_plan_impl *p); /* s: one per worker, threads of them */

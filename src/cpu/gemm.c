@@ -84,7 +84,13 @@ static int64_t chunk_of(const fmoe_cpu_plan *cpu, int64_t K)
     return fmoe_ceil_div(fmoe_ceil_div(K, chunks), 32) * 32;
 }
 
-/* What is multiplied at a time: kc of k of up to 64 columns, by up to FMOE_ROW_BLOCK rows of an expert. */
+/* Rows of an expert that pass by a panel at a time: in equal parts, few enough to stay in L2 from panel to panel. */
+static int64_t rows_of_task(int64_t rows)
+{
+    return fmoe_ceil_div(rows, fmoe_max(1, fmoe_ceil_div(rows, FMOE_TASK_ROWS)));
+}
+
+/* What is multiplied at a time: kc of k of up to 64 columns, by up to FMOE_TASK_ROWS rows of an expert. */
 typedef struct step {
     fmoe_view v[2]; /* one or two matrices, which share N and K */
     int n_v, dtype;
@@ -206,8 +212,8 @@ static void multiply(const line *l, const step *s, fmoe_side *side)
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     const bool widen = s->a->dtype != cpu->work_type;
-    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_ROW_BLOCK;
-    const void *a[FMOE_ROW_BLOCK];
+    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS;
+    const void *a[FMOE_TASK_ROWS];
     for (int64_t r = 0; r < s->rows; r += block) {
         const int64_t rows = fmoe_min(block, s->rows - r);
         for (int64_t i = 0; i < rows; i++) {
@@ -282,8 +288,9 @@ static bool in_next(void *state, step *s)
         *s = (step){.e = g->order[w->position], .n_v = job->n_w, .dtype = job->w[0].dtype, .a = &job->a};
         const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = FMOE_NB / job->n_w;
         const int64_t blocks = fmoe_ceil_div(in_columns(job, s->e), width);
-        s->row = g->off[s->e] + index / blocks * FMOE_ROW_BLOCK;
-        s->rows = fmoe_min(FMOE_ROW_BLOCK, g->off[s->e + 1] - s->row);
+        const int64_t rows = g->off[s->e + 1] - g->off[s->e], at = index / blocks * rows_of_task(rows);
+        s->row = g->off[s->e] + at;
+        s->rows = fmoe_min(rows_of_task(rows), rows - at);
         for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->w[i], s->e);
         s->n0 = index % blocks * width;
         s->n = fmoe_min(width, s->v[0].N - s->n0);
@@ -316,7 +323,7 @@ void fmoe_multiply_in(const fmoe_in_job *job)
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
-        if (rows) n += fmoe_ceil_div(in_columns(job, e), FMOE_NB / job->n_w) * fmoe_ceil_div(rows, FMOE_ROW_BLOCK);
+        if (rows) n += fmoe_ceil_div(in_columns(job, e), FMOE_NB / job->n_w) * fmoe_ceil_div(rows, rows_of_task(rows));
         run.ends[i] = n;
     }
     run.tasks.n = n;
@@ -349,6 +356,7 @@ typedef struct out_walk {
     step at;        /* the last one handed out */
     int half;       /* stack it is of */
     int64_t end, e; /* rows of its expert end here; the expert after it */
+    int64_t block;  /* rows of its expert's steps */
 } out_walk;
 
 /* Claim the next task that has rows, and stand before its first expert. Tasks without any are zeros. */
@@ -401,10 +409,11 @@ static bool out_next(void *state, step *s)
             if (at->e < g->E) {
                 at->row = fmoe_first_row(g, at->e, at->t0);
                 w->end = fmoe_first_row(g, at->e, at->t1);
+                w->block = rows_of_task(w->end - at->row);
                 w->e = next_expert(g, at->e + 1, at->t0, at->t1);
             }
         }
-        at->rows = fmoe_min(FMOE_ROW_BLOCK, w->end - at->row);
+        at->rows = fmoe_min(w->block, w->end - at->row);
         at->a_column = at->k0 = w->half = 0;
         at->a = &job->a;
         at->dtype = job->w[0].dtype;

@@ -6,6 +6,7 @@
  * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
+#include "bench_peers.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,12 +30,14 @@ typedef struct options {
     list T, H, I, E, k, dtype, threads;
     double budget; /* seconds a row */
     const char *json;
-    bool skew;
+    bool skew, peers;
     bool cpu_time; /* for a busy machine: CPU seconds over threads instead of wall seconds */
 } options;
 
 typedef struct row {
     const char *op, *pass;
+    const char *peer; /* NULL: ours */
+    double ours;      /* ms of ours beside a peer */
     bench_shape shape;
     double ms, best_ms;   /* median and best */
     double rate, ceiling; /* of the median: GFLOP/s, or GB/s where nothing is multiplied */
@@ -94,6 +97,7 @@ static void print_row(const row *r)
            r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
            (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
            100 * r->rate / r->ceiling, r->best_ms, 100 * r->rate / r->ceiling * r->ms / r->best_ms);
+    if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ms / r->ours);
     fflush(stdout);
 }
 
@@ -105,13 +109,30 @@ static void json_row(FILE *json, const row *r, bool first)
             "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"backend\": \"cpu\", \"isa_or_arch\": \"%s\", \"dtype\": "
             "\"%s\", \"T\": %lld, "
             "\"H\": %lld, \"I\": %lld, \"E\": %lld, \"k\": %lld, \"threads\": %d, \"ms\": %.6g, \"best_ms\": %.6g, "
-            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"peer\": null}",
+            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"peer\": %s%s%s}",
             first ? "" : ",", r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H,
             (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit,
-            r->ceiling, r->rate / r->ceiling);
+            r->ceiling, r->rate / r->ceiling, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
 }
 
 /* ---- one shape of one operation ---- */
+
+/* The same forward on each peer that is there. */
+static void bench_peers(const options *o, const bench_case *ours, const row *r, FILE *json)
+{
+    for (int i = 0; bench_peer_name(i); i++) {
+        bench_case c;
+        if (!bench_peer(i, &r->shape, ours->experts, &c)) continue;
+        row theirs = *r;
+        theirs.peer = bench_peer_name(i);
+        theirs.ours = r->ms;
+        time_passes(&c, true, false, o, &theirs);
+        theirs.rate = 1e-6 * c.forward_flops / theirs.ms;
+        print_row(&theirs);
+        if (json) json_row(json, &theirs, false);
+        c.drop(c.state);
+    }
+}
 
 static void bench_shape_of(const options *o, const char *op, const bench_shape *shape, FILE *json, bool *first)
 {
@@ -133,6 +154,7 @@ static void bench_shape_of(const options *o, const char *op, const bench_shape *
         print_row(&r);
         if (json) json_row(json, &r, *first);
         *first = false;
+        if (o->peers && c.experts && i == 0) bench_peers(o, &c, &r, json);
     }
     c.drop(c.state);
 }
@@ -185,10 +207,12 @@ static int usage(FILE *to, int code)
           "fwd|bwd|fwd+bwd]\n"
           "                      [--T 16,64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype f32,bf16,f16] "
           "[--threads 2]\n"
-          "                      [--seconds 1] [--skew] [--cpu-time] [--json FILE]\n"
+          "                      [--seconds 1] [--skew] [--cpu-time] [--peers] [--json FILE]\n"
           "Every share is of a ceiling measured in the same run on the same threads: a register-only multiply-add "
           "loop, or a\n"
           "read of memory for what multiplies nothing (small cases that stay in the cache can pass 100 %).\n"
+          "--peers: the forward too as a loop over experts on oneDNN (weights packed beforehand) and OpenBLAS, where "
+          "there.\n"
           "--cpu-time divides CPU seconds by the threads: for a machine that is busy otherwise.\n",
           to);
     return code;
@@ -200,6 +224,10 @@ static bool parse(int argc, char **argv, options *o)
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         if (strcmp(name, "--skew") == 0) {
             o->skew = true;
+            continue;
+        }
+        if (strcmp(name, "--peers") == 0) {
+            o->peers = true;
             continue;
         }
         if (strcmp(name, "--cpu-time") == 0) {

@@ -20,6 +20,7 @@ typedef struct bench_case {
     void *state;
     double forward_flops, backward_flops;
     double forward_bytes, backward_bytes;
+    const void *experts; /* the layer's fmoe_experts_args, for peers to run too; NULL: another operation */
     void (*drop)(void *state);
 } bench_case;
 

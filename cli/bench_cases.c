@@ -215,8 +215,12 @@ static bench_case make_experts(state *s, const bench_shape *b)
     g->dw.w1 = tensor(s, b->dtype, b->E, 2 * b->I, b->H);
     g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
     const double flops = 6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I;
-    return (bench_case){
-        .forward = experts_forward, .backward = experts_backward, .forward_flops = flops, .backward_flops = 2 * flops};
+    return (bench_case){.experts = f,
+
+                        .forward = experts_forward,
+                        .backward = experts_backward,
+                        .forward_flops = flops,
+                        .backward_flops = 2 * flops};
 }
 
 /* Router, softmax over all, top-k renormalised, experts: Qwen3's block. */

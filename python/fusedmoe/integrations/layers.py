@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import autograd, ops
@@ -60,8 +59,6 @@ _OWNERS = ("torch.nn.modules.activation", "torch.nn.functional", "transformers.a
 def activation_name(fn: Any) -> str | None:
     """silu, gelu, gelu_tanh, relu or relu2, when fn is one of torch's or transformers' own."""
     kind = fn if callable(fn) and not isinstance(fn, nn.Module) else type(fn)
-    if fn is F.silu:
-        return "silu"
     if getattr(kind, "__module__", None) not in _OWNERS:
         return None
     if kind.__name__ == "GELU":

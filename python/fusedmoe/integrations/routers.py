@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from itertools import product
 from operator import attrgetter
@@ -32,19 +32,24 @@ def forward(self: nn.Module, hidden_states: Tensor, *given: Tensor, linear: str,
             order: tuple[int, ...], bias: str, rule: dict[str, Any]) -> tuple[Tensor, ...]:  # fmt: skip
     """linear: who has the weight ("": the router); exact: the matmul is in float32; autocast: it may be turned down; wide: logits
     leave in float32; like: weights leave in the dtype of the logits, of the hidden states, or in float32; bias: what selects."""
-    x = hidden_states.reshape(-1, hidden_states.shape[-1])
-    owner = self._modules[linear] if linear else self
-    with nullcontext() if autocast else torch.autocast(x.device.type, enabled=False):
-        w, b = owner.weight, owner._parameters.get("bias")
-        if exact:
-            logits = F.linear(x.float(), w.float(), None if b is None else b.float())
-        else:
-            logits = owner(x.to(w.dtype)) if linear else F.linear(x.to(w.dtype), w, b)
-    select = given[0] if given else attrgetter(bias)(self).view(-1) if bias else None
-    ids, p = autograd.route(logits, select_bias=select, **rule)
+    logits = _logits(self, hidden_states, linear, exact, autocast)
+    ids, p = autograd.route(logits, select_bias=_select(self, given, bias), **rule)
     p = p if like == 2 else p.to((logits, hidden_states)[like].dtype)
     results = (logits.float() if wide else logits, p, ids)
     return tuple(results[kind] for kind in order)
+
+
+def _logits(self: nn.Module, hidden_states: Tensor, linear: str, exact: bool, autocast: bool) -> Tensor:
+    x, owner = hidden_states.reshape(-1, hidden_states.shape[-1]), self._modules[linear] if linear else self
+    with nullcontext() if autocast else torch.autocast(x.device.type, enabled=False):
+        w, b = owner.weight, owner._parameters.get("bias")
+        if exact:
+            return F.linear(x.float(), w.float(), None if b is None else b.float())
+        return owner(x.to(w.dtype)) if linear else F.linear(x.to(w.dtype), w, b)
+
+
+def _select(self: nn.Module, given: Sequence[Tensor], bias: str) -> Tensor | None:
+    return given[0] if given else attrgetter(bias)(self).view(-1) if bias else None
 
 
 def per_expert(module: nn.Module, E: int) -> list[str]:
@@ -78,8 +83,8 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _same_types(own: Callable, twin: nn.Module, x: Tensor, given: list[Tensor], options: dict) -> bool:
-    for module, tokens, autocast in ((copy.deepcopy(twin).bfloat16(), x.bfloat16(), False), (twin, x, True)):
+def _same_types(own: Callable, twin: nn.Module, half: nn.Module, x: Tensor, given: list[Tensor], options: dict) -> bool:
+    for module, tokens, autocast in ((half, x.bfloat16(), False), (twin, x, True)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             a, b = own(module, tokens, *given), forward(module, tokens, *given, **options)
         if not all(u.dtype == v.dtype and (kind != LOGITS or torch.equal(u, v)) for kind, u, v in zip(options["order"], a, b)):
@@ -112,14 +117,19 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     if sorted(order) in ([LOGITS, WEIGHTS, IDS], [WEIGHTS, IDS]):
         k = results[order.index(IDS)].shape[1]
         want = [_step(own, twin, x, given, order, training) for training in (False, True)]
+        half, logits = copy.deepcopy(twin).bfloat16(), _logits(twin, x, linear, True, True).detach()
         biases = [""] if given else ["", *(n for n in per_expert(twin, E) if n not in ("bias", linear + ".bias"))]
         for rule, bias in product(_rules(module, k), biases):
+            ids, p = autograd.route(logits, select_bias=_select(twin, given, bias), **rule)
+            ids, by_id = ids.sort(1)
+            if not _same([p.gather(1, by_id), ids], want[0][1:3]):
+                continue
             options = dict(linear=linear, exact=True, autocast=True, wide=False, like=2, order=order, bias=bias, rule=rule)
             ours = lambda twin, *args, options=options: forward(twin, *args, **options)  # noqa: E731
             if all(_same(_step(ours, twin, x, given, order, training), w) for training, w in zip((False, True), want)):
                 for exact, autocast, wide, like in product((False, True), (True, False), (False, True), range(3)):
                     options |= dict(exact=exact, autocast=autocast, wide=wide, like=like)
-                    if _same_types(own, twin, x, given, options):
+                    if _same_types(own, twin, half, x, given, options):
                         here = next(module.parameters())
                         if not here.is_meta:  # a device may lack a rule: then this raises, and the router is left as it is
                             forward(module, *(t.to(here.device, here.dtype) for t in (x, *given)), **options)

@@ -20,8 +20,8 @@ from .. import autograd, ops
 from . import layers, routers
 from .layers import Layer, say_once
 
-TOKENS = 6
 Candidate = tuple[str, Callable, dict[str, Any], dict[str, Any]]  # where, function, its options, arguments to try it with
+TOKENS = 6
 
 
 class Bound:

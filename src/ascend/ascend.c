@@ -95,7 +95,11 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
         asc_saved layout;
         *saved = asc_saved_layout(p, R, NULL, &layout);
     }
-    if (T == 0 || !workspace) return FMOE_OK;
+    if (!workspace) return FMOE_OK;
+    if (T == 0) {
+        if (d->op != FMOE_OP_GROUPED_MATMUL) return FMOE_OK;
+        T = 1; /* zeros are written to its gradients all the same */
+    }
     if (slots && R > MAX_ROWS) return FMOE_OK; /* the run will be refused; sizes may be asked for all the same */
     if (d->op == FMOE_OP_GROUPED_MATMUL && d->K == 0) { /* lists: sizes are known only when it runs */
         *workspace = (size_t)64 << 20;

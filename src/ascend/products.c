@@ -208,7 +208,8 @@ static void outer(asc_call *c, asc_view left, asc_view right, const asc_groups *
         asc_mm(c, asc_turn(left), right, asc_at(out, 0));
         return;
     }
-    const asc_view turned = asc_turn(left);
+    asc_view turned = asc_turn(left);
+    if (turned.dims[1] == 1) turned.strides[1] = turned.dims[0]; /* one row: CANN tells a transposed view by this */
     const aclTensorList *tx = asc_list(c, &turned, 1), *tw = asc_list(c, &right, 1);
     const aclTensor *groups = asc_t(c, g->list);
     const aclTensorList *ty = asc_list(c, &out, 1);

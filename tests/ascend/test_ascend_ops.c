@@ -366,6 +366,16 @@ NPU_TEST(grouped_matmul)
     GMM(.dtype = FMOE_F32, .R = 3, .K = 7, .N = 5, .E = 300);
 }
 
+NPU_TEST(few_rows) /* one row, and none: gradients are zero then */
+{
+    for (int64_t rows = 0; rows < 3; rows++)
+        for (int dtype = FMOE_F32; dtype <= FMOE_BF16; dtype++) {
+            GMM(.dtype = dtype, .R = rows, .K = 16, .N = 8, .E = 4, .bias = true);
+            GMM(.dtype = dtype, .R = rows, .K = 16, .N = 8, .E = 4, .turned = true, .grad = FMOE_F32);
+            GMM(.dtype = dtype, .R = rows, .K = 16, .N = 8, .E = 1, .sized = true);
+        }
+}
+
 NPU_TEST(one_group)
 {
     GMM(.dtype = FMOE_F32, .R = 21, .K = 24, .N = 16, .E = 1, .bias = true);

@@ -87,7 +87,7 @@ def experts(
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, bias: Tensor | None, k: int, rule: tuple, eps: float, scale: float):
-        ids, weights = ops.route(logits, [] if bias is None else [bias], k, rule, eps, scale)
+        ids, weights = ops.call(ops.route, logits, [] if bias is None else [bias], k, rule, eps, scale)
         ctx.save_for_backward(logits, ids)
         ctx.rule = rule, eps, scale
         ctx.mark_non_differentiable(ids)
@@ -97,7 +97,7 @@ class _Route(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor, dweights: Tensor):
         _no_second_derivative()
         logits, ids = ctx.saved_tensors
-        return ops.route_backward(logits, ids, dweights, *ctx.rule), None, None, None, None, None
+        return ops.call(ops.route_backward, logits, ids, dweights, *ctx.rule), None, None, None, None, None
 
 
 def _rule(score: int = ops.SOFTMAX, renormalize: bool = False, group_score: int = 0, groups: int = 0, topk_groups: int = 0,

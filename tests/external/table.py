@@ -189,7 +189,7 @@ def measure(directory: str, name: str, half: bool = True) -> dict:
         want = run(module, given, torch.float32)
     except Exception as problem:
         raise ValueError(f"{name} cannot be run alone: {problem}") from problem
-    ours = fusedmoe.apply(copy.deepcopy(module))
+    ours = fusedmoe.apply(copy.deepcopy(module), routers=True)
     experts, router = what(ours)
     if router == "own" and not any(n in module._modules for n in ("gate", "router")):
         router = _router_alone(directory)
@@ -206,7 +206,7 @@ def measure(directory: str, name: str, half: bool = True) -> dict:
         given = [t[:, rows] if t.dim() == 3 else t[rows] for t in given]
         want = run(exact, given, torch.float32)
         row["own"] = distance(run(low, given, torch.bfloat16), want)
-        row["bf16"] = distance(run(fusedmoe.apply(low), given, torch.bfloat16), want)
+        row["bf16"] = distance(run(fusedmoe.apply(low, routers=True), given, torch.bfloat16), want)
     return row
 
 

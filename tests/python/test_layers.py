@@ -83,7 +83,7 @@ def test_layers_of_one_class_with_other_numbers_are_looked_at_one_by_one():
         if hasattr(m, "top_k"):
             m.top_k = 3
     want = [table.run(b, table.inputs(b), torch.float32) for b in blocks]
-    fusedmoe.apply(blocks)
+    fusedmoe.apply(blocks, routers=True)
     for block, w in zip(blocks, want, strict=True):
         got = table.run(block, table.inputs(block), torch.float32)
         assert table.what(block) == ("fused", "fused") and max(table.distance(got, w)) < 1e-6
@@ -96,7 +96,7 @@ def test_a_forward_on_the_instance_is_left_alone(caplog):
     own = type(target).forward
     target.forward = lambda *args: own(target, *args)
     there = target.forward
-    fusedmoe.apply(module)
+    fusedmoe.apply(module, routers=True)
     assert target.forward is there and "leaves it alone" in caplog.text
 
 
@@ -110,7 +110,7 @@ def test_auxiliary_loss(family):
     model = tiny(family, output_router_logits=True, router_aux_loss_coef=0.7)
     want = step(model, IDS)
     plain = model(input_ids=IDS, labels=IDS)
-    fusedmoe.apply(model)
+    fusedmoe.apply(model, routers=True)
     got, ours = step(model, IDS), model(input_ids=IDS, labels=IDS)
     assert ours.aux_loss is not None and abs(ours.aux_loss.item() - plain.aux_loss.item()) < 1e-5
     assert max(rel(a, b) for a, b in zip(ours.router_logits, plain.router_logits, strict=True)) < 1e-5
@@ -121,7 +121,7 @@ def test_auxiliary_loss(family):
 @pytest.mark.skipif(not NEW, reason="5.13")
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3"])
 def test_hooks_on_the_router(family):
-    model = fusedmoe.apply(tiny(family))
+    model = fusedmoe.apply(tiny(family), routers=True)
     gates = [m for m in model.modules() if isinstance(vars(m).get("forward"), seams.Bound) and m.forward.__func__ is routers.forward]
     assert len(gates) == 2
     seen = []
@@ -142,7 +142,7 @@ def test_a_rule_of_its_own_keeps_the_router(caplog):
             return logits, p.sqrt(), ids
 
     gate.__class__ = Odd
-    fusedmoe.apply(model)
+    fusedmoe.apply(model, routers=True)
     assert "forward" not in vars(gate) and "Odd: its routing rule" in caplog.text
     assert "forward" in vars(model.model.layers[1].mlp.gate)
 
@@ -154,7 +154,13 @@ def test_frozen_and_bfloat16_routers():
         for n, p in model.named_parameters():
             p.requires_grad_("experts" in n)
         want = model(input_ids=IDS).logits
-        fusedmoe.apply(model)
+        fusedmoe.apply(model, routers=True)
         assert sum(isinstance(vars(m).get("forward"), seams.Bound) for m in model.modules()) == 2
         assert rel(model(input_ids=IDS).logits, want) < (1e-5 if dtype == torch.float32 else 0.05)
         model(input_ids=IDS, labels=IDS).loss.backward()
+
+
+@pytest.mark.skipif(not NEW, reason="5.13")
+def test_routers_stay_as_they_are_on_a_cpu_unless_asked():
+    model = fusedmoe.apply(tiny("Qwen3Moe"))
+    assert not any("forward" in vars(m) for m in model.modules())

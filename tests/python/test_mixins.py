@@ -43,7 +43,7 @@ def test_training(family, checkpointing):
     model = model_of(family).train()
     model(**BATCH).loss.backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    fusedmoe.apply(model)
+    fusedmoe.apply(model, routers=True)
     if checkpointing:
         model.gradient_checkpointing_enable()
     for _ in range(2):
@@ -57,7 +57,7 @@ def test_training(family, checkpointing):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_overfit(family):
     """One sequence, learned by heart, then generated."""
-    model = fusedmoe.apply(model_of(family)).train()
+    model = fusedmoe.apply(model_of(family), routers=True).train()
     ids = torch.arange(3, 15)[None]
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
@@ -78,14 +78,14 @@ def test_generate(family, how):
     model = model_of(family).eval()
     arguments = dict(attention_mask=torch.ones_like(IDS), max_new_tokens=5, do_sample=False, eos_token_id=None, disable_compile=True, **how)
     want = model.generate(IDS, **arguments)
-    assert torch.equal(fusedmoe.apply(model).generate(IDS, **arguments), want)
+    assert torch.equal(fusedmoe.apply(model, routers=True).generate(IDS, **arguments), want)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Glm4Moe", "NemotronH"])
 def test_compile_forward_fullgraph(family):
     """The others are in test_training.py."""
     torch._dynamo.reset()
-    model = fusedmoe.apply(model_of(family)).eval()
+    model = fusedmoe.apply(model_of(family), routers=True).eval()
     with torch.no_grad():
         want = model(input_ids=IDS, use_cache=False).logits
         assert rel(torch.compile(model, fullgraph=True, backend="aot_eager")(input_ids=IDS, use_cache=False).logits, want) < 1e-5

@@ -93,7 +93,7 @@ def test_compile_a_model(family, how):
     model = tiny(family)
     want = step(model, IDS)
     if how == "apply":
-        fusedmoe.apply(model)
+        fusedmoe.apply(model, routers=True)
     else:
         model.set_experts_implementation("fusedmoe")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -208,7 +208,7 @@ def _close(a: Any, b: Any) -> bool:
 
 
 @torch.no_grad()
-def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
+def find(module: nn.Module, fuse_routers: bool = True) -> tuple[str, Callable, dict] | None:
     """Where to put which function with which options; None: not, or not provably, ours."""
     modes, tried = [(m, m.training) for m in module.modules()], False
     module.eval()
@@ -222,7 +222,7 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
         if not tried:
-            return routers.find(module)
+            return routers.find(module) if fuse_routers else None
         say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
     except Exception as problem:
         say_once(f"{type(module).__name__} is left as it is: {problem}")
@@ -232,7 +232,7 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     return None
 
 
-def patch(model: nn.Module) -> int:
+def patch(model: nn.Module, fuse_routers: bool) -> int:
     """Put seams into model. Returns how many of its MoE layers run on fusedmoe by them."""
     count, found = 0.0, {}
     for module in list(model.modules()):
@@ -241,7 +241,7 @@ def patch(model: nn.Module) -> int:
             simple = ((n, v) for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training"))
             key = (type(module), *simple)
             if key not in found:
-                found[key] = find(module)
+                found[key] = find(module, fuse_routers)
             bound = found[key] and _put(module, *found[key])
         if bound is not None:  # two grouped matmuls make a layer
             count += {routers.forward: 0, grouped_linear_forward: 0.5}.get(bound.__func__, 1)

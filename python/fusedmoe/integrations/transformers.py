@@ -72,15 +72,20 @@ def _accept_name(cls: type) -> None:
     cls.get_correct_experts_implementation = get_correct_experts_implementation  # type: ignore[attr-defined]
 
 
-def apply(model: nn.Module) -> nn.Module:
-    """Make every MoE layer of model run on fusedmoe. Returns the model; unknown ones are left alone, with a log line."""
+def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
+    """Make every MoE layer of model run on fusedmoe. Returns the model; unknown ones are left alone, with a log line.
+
+    routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
+    """
     register()
+    if routers is None:
+        routers = any(p.device.type not in ("cpu", "meta") for p in model.parameters())
     ours = [m for m in model.modules() if layers.is_v5_experts(m) and not layers.look_at(m).own]
     for config in {id(m.config): m.config for m in ours}.values():
         if config._experts_implementation != NAME:
             vars(model).setdefault("_fmoe_previous", []).append((config, config._experts_implementation))
             config._experts_implementation = NAME
-    count = len(ours) + seams.patch(model)
+    count = len(ours) + seams.patch(model, routers)
     config = getattr(model, "config", None)
     name = (getattr(config, "architectures", None) or [type(model).__name__])[0]
     quantized = " (it is quantized)" if getattr(config, "quantization_config", None) else ""

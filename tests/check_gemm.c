@@ -115,6 +115,66 @@ static void check_tile_order(const product *p, int first)
     }
 }
 
+/* A chunk to be packed on the side: its two halves of 32 columns in memory of their own, each ending at a forbidden
+ * page, and what the panel shall be. */
+typedef struct beside {
+    fmoe_side side;
+    int64_t kc;
+    unsigned char *want;
+} beside;
+
+static void draw_beside(beside *b, bool pairs)
+{
+    static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
+    const int dtype = pairs ? FMOE_BF16 : types[check_below(3)];
+    const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
+    const bool cols = check_below(2);
+    const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
+    const int64_t step = (cols ? kc : 32) * element + apart, lines = cols ? 32 : kc;
+    const size_t bytes = (size_t)((lines - 1) * step + (cols ? kc : 32) * element);
+    char *half[2];
+    *b = (beside){.kc = kc, .want = check_alloc((size_t)panel_units(pairs, kc) * 4)};
+    for (int h = 0; h < 2; h++) {
+        half[h] = check_guarded(bytes, (size_t)element);
+        for (size_t i = 0; i < bytes; i++) half[h][i] = (char)check_random();
+        for (size_t i = 0; i < bytes / 2 && dtype == FMOE_F16; i++)
+            ((uint16_t *)(void *)half[h])[i] &= 0xbbff; /* no NaN */
+        for (int64_t n = 0; n < 32; n++)
+            for (int64_t i = 0; i < kc; i++) {
+                const char *from = half[h] + (cols ? n * step + i * element : i * step + n * element);
+                const int64_t at = panel_at(pairs, 64, kc, i, 32 * h + n);
+                uint16_t bits = 0;
+                if (dtype != FMOE_F32) memcpy(&bits, from, 2);
+                const float v = dtype == FMOE_BF16 ? fmoe_bf16_to_float(bits) : fmoe_f16_to_float(bits);
+                if (pairs) memcpy(b->want + 2 * at, &bits, 2);
+                else memcpy(b->want + 4 * at, dtype == FMOE_F32 ? (const void *)from : &v, 4);
+            }
+    }
+    b->side = (fmoe_side){.panel = check_guarded((size_t)panel_units(pairs, kc) * 4, 64),
+                          .kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS,
+                          .dtype = dtype,
+                          .pack = {.at = half[0],
+                                   .half = {half[0], half[1]},
+                                   .left = pieces * (cols ? 8 : 1),
+                                   .step = step,
+                                   .advance = cols ? k * element : k * step,
+                                   .run_step = 8 * step,
+                                   .in_run = (int32_t)pieces,
+                                   .length = (int32_t)pieces,
+                                   .per_half = cols ? 4 : 1}};
+}
+
+static void check_beside(const beside *b, bool pairs, int64_t asked)
+{
+    const size_t bytes = (size_t)panel_units(pairs, b->kc) * 4;
+    if (b->side.pack.left == asked) return; /* a level that packs nothing on the side */
+    if (b->side.pack.left) check_fail("%" PRId64 " of %" PRId64 " pieces were left", b->side.pack.left, asked);
+    for (size_t i = 0; i < bytes && !check_failed(); i++)
+        if ((unsigned char)b->side.panel[i] != b->want[i])
+            check_fail("on the side: byte %zu of the panel is %02x, not %02x", i, (unsigned char)b->side.panel[i],
+                       b->want[i]);
+}
+
 void check_gemm(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(gemm, fmoe_gemm_fn, k, &check_table);
@@ -128,16 +188,20 @@ void check_gemm(const check_kernel *k, int64_t index)
     memcpy(p.before, p.c, elements * sizeof *p.c);
     /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
     const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
-    fmoe_side side = {0}, nothing = {0};
-    side.fetch = (fmoe_walk){.at = edge,
-                             .half = {edge, edge},
-                             .step = 64,
-                             .advance = 256,
-                             .length = 8,
-                             .in_run = 8,
-                             .per_half = 1,
-                             .left = check_below(9)};
-    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &side);
+    beside next;
+    draw_beside(&next, p.pairs);
+    const int64_t asked = next.side.pack.left;
+    fmoe_side nothing = {0};
+    next.side.fetch = (fmoe_walk){.at = edge,
+                                  .half = {edge, edge},
+                                  .step = 64,
+                                  .advance = 256,
+                                  .length = 8,
+                                  .in_run = 8,
+                                  .per_half = 1,
+                                  .left = check_below(9)};
+    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
+    check_beside(&next, p.pairs, asked);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
         for (int64_t n = 0; n < FMOE_NB; n++) {
             double sum = first ? 0 : (double)p.before[r * p.ldc + n], magnitude = fabs(sum);
@@ -152,7 +216,7 @@ void check_gemm(const check_kernel *k, int64_t index)
             if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4))
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
-    if (side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -side.fetch.left);
+    if (next.side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -next.side.fetch.left);
     if (p.pairs && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {

@@ -36,8 +36,9 @@ typedef struct options {
 
 typedef struct row {
     const char *op, *pass;
-    const char *peer; /* NULL: ours */
-    double ours;      /* ms of ours beside a peer */
+    const char *peer;       /* NULL: ours */
+    double ours;            /* ms of ours beside a peer */
+    double weights, stream; /* forward of the experts: GB/s of weights read, and what a read of memory reaches */
     bench_shape shape;
     double ms, best_ms;   /* median and best */
     double rate, ceiling; /* of the median: GFLOP/s, or GB/s where nothing is multiplied */
@@ -97,6 +98,9 @@ static void print_row(const row *r)
            r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
            (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
            100 * r->rate / r->ceiling, r->best_ms, 100 * r->rate / r->ceiling * r->ms / r->best_ms);
+    if (r->weights > 0)
+        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->weights / r->stream,
+               r->stream);
     if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ms / r->ours);
     fflush(stdout);
 }
@@ -128,6 +132,7 @@ static void bench_peers(const options *o, const bench_case *ours, const row *r, 
         theirs.ours = r->ms;
         time_passes(&c, true, false, o, &theirs);
         theirs.rate = 1e-6 * c.forward_flops / theirs.ms;
+        theirs.weights = r->weights * r->ms / theirs.ms;
         print_row(&theirs);
         if (json) json_row(json, &theirs, false);
         c.drop(c.state);
@@ -151,6 +156,10 @@ static void bench_shape_of(const options *o, const char *op, const bench_shape *
         const double forward = r.memory ? c.forward_bytes : c.forward_flops;
         const double backward = r.memory ? c.backward_bytes : c.backward_flops;
         r.rate = 1e-6 * ((passes[i].forward ? forward : 0) + (passes[i].backward ? backward : 0)) / r.ms;
+        if (c.experts && i == 0 && shape->T * shape->k < 8 * shape->E) { /* few rows: memory is the ceiling */
+            r.weights = 1e-6 * c.forward_bytes / r.ms;
+            r.stream = fmoe_cpu_stream_gbytes(shape->threads);
+        }
         print_row(&r);
         if (json) json_row(json, &r, *first);
         *first = false;

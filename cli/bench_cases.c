@@ -195,6 +195,18 @@ PASSES(route, route)
 
 /* ---- cases ---- */
 
+/* Bytes of the weights that these ids touch. */
+static double touched_bytes(const bench_shape *b, const fmoe_tensor *ids)
+{
+    double n = 0;
+    for (int64_t e = 0; e < b->E; e++) {
+        bool rows = false;
+        for (int64_t i = 0; i < b->T * b->k && !rows; i++) rows = ((const int32_t *)ids->data)[i] == e;
+        n += rows;
+    }
+    return n * 3 * (double)(b->H * b->I) * (b->dtype == FMOE_F32 ? 4 : 2);
+}
+
 static bench_case make_experts(state *s, const bench_shape *b)
 {
     const fmoe_desc d = {.size = sizeof d, .op = FMOE_OP_EXPERTS, .H = b->H, .I = b->I, .E = b->E, .k = b->k};
@@ -216,6 +228,7 @@ static bench_case make_experts(state *s, const bench_shape *b)
     g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
     const double flops = 6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I;
     return (bench_case){.experts = f,
+                        .forward_bytes = touched_bytes(b, f->ids),
 
                         .forward = experts_forward,
                         .backward = experts_backward,

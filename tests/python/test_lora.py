@@ -35,7 +35,9 @@ def counted(monkeypatch):
     calls = [0, 0]
 
     def spy(op, *args):
-        calls[op is ops.experts_backward] += bool(args[-4 if op is ops.experts_backward else 5] & (ops.LORA1 | ops.LORA2))
+        flags = {ops.experts: 5, ops.experts_forward: 5, ops.experts_backward: 7}.get(op)
+        if flags:
+            calls[op is ops.experts_backward] += bool(args[flags] & (ops.LORA1 | ops.LORA2))
         return real(op, *args)
 
     real = ops.call

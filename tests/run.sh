@@ -70,7 +70,8 @@ suite() { # name command ...
     fi
     if [ "$s" -gt 0 ]; then # the reason stands before the line that says SKIP, or in it
         while read -r line; do echo "skipped: $name: $line" >>"$skips"; done \
-            < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*)$' | head -20)
+            < <(grep -E -B1 '^SKIP' "$log" | grep -vE '^(--|ok .*|=+ .*)$' | sed -E 's/^SKIPPED \[[0-9]+\] ([^:]+):[0-9]+: /\1: /' |
+                awk '!seen[$0]++' | head -20)
     fi
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
 }

@@ -16,6 +16,7 @@
 #include <stdbool.h>
 #include <stdio.h>
 
+#include "acts.h"
 #include "cpu/kernels.h"
 #include "util.h"
 
@@ -136,8 +137,6 @@ typedef struct check_act_value {
     double a, dg, du;
 } check_act_value;
 
-extern const int check_acts[];
-enum { CHECK_ACTS = 12 };
 check_act_value check_act(int act, double alpha, double limit, double g, double u); /* ungated: of u; dg is 0 */
 /* Bound on a (which 0), da/dg (1), da/du (2) computed in f32 from g and u that are known to eg and eu. */
 double check_act_bound(const fmoe_act_params *p, double g, double u, double eg, double eu, int which);

@@ -2,19 +2,6 @@
  * check_act.c - the activations in double, written from the formulas of fusedmoe.h: a second opinion beside ref.c. */
 #include "check.h"
 
-const int check_acts[CHECK_ACTS] = {FMOE_ACT_SWIGLU,
-                                    FMOE_ACT_GEGLU,
-                                    FMOE_ACT_GEGLU_TANH,
-                                    FMOE_ACT_REGLU,
-                                    FMOE_ACT_SWIGLU_CLAMP,
-                                    FMOE_ACT_SWIGLU_OAI,
-                                    FMOE_ACT_SWIGLU_CLAMP_OUT,
-                                    FMOE_ACT_SILU,
-                                    FMOE_ACT_GELU,
-                                    FMOE_ACT_GELU_TANH,
-                                    FMOE_ACT_RELU,
-                                    FMOE_ACT_RELU2};
-
 typedef struct value {
     double f, d;
 } value;

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of either transformers, and a few steps of training. Import npu first."""
+"""Tiny models of either transformers, and a few steps of training."""
 
 from __future__ import annotations
 
+import npu  # before torch
+import pytest
 import torch
 
 
@@ -51,3 +53,15 @@ def train(model, ids: torch.Tensor, steps: int = 2) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def trains_alike(cpu, dev) -> None:
+    """Two steps of a model on the CPU, and of its copy on the NPU by our backend."""
+    ids = torch.randint(0, 60, (2, 10), generator=torch.Generator().manual_seed(3))
+    want = train(cpu, ids)
+    npu.reset()
+    got = train(dev, ids.npu())
+    assert npu.get("aclnnMoeInitRoutingV3") >= 4, "the backend was not used"
+    assert got == pytest.approx(want, rel=1e-5)
+    for p, q in zip(cpu.parameters(), dev.parameters(), strict=True):
+        assert (p.detach() - q.detach().cpu()).abs().max() < 2e-5

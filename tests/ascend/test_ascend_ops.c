@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  * test_ascend_ops.c - route, permute, unpermute, grouped matmul, activation and block on the simulated NPU against the
  * reference in double. */
+#include "../acts.h"
 #include "device.h"
 
 /* Both plans of a description; both runs of a call. d: device arguments, r: reference arguments. */
@@ -450,22 +451,10 @@ NPU_TEST(grouped_matmul_lists)
 
 NPU_TEST(activation)
 {
-    static const int acts[] = {FMOE_ACT_SWIGLU,
-                               FMOE_ACT_GEGLU,
-                               FMOE_ACT_GEGLU_TANH,
-                               FMOE_ACT_REGLU,
-                               FMOE_ACT_SWIGLU_CLAMP,
-                               FMOE_ACT_SWIGLU_OAI,
-                               FMOE_ACT_SWIGLU_CLAMP_OUT,
-                               FMOE_ACT_SILU,
-                               FMOE_ACT_GELU,
-                               FMOE_ACT_GELU_TANH,
-                               FMOE_ACT_RELU,
-                               FMOE_ACT_RELU2};
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
-    for (int i = 0; i < 36; i++)
-        for (uint32_t flags = 0; flags <= (acts[i / 3] < 16 ? FMOE_INTERLEAVED : 0); flags++) {
-            const int act = acts[i / 3], t = types[i % 3];
+    for (int i = 0; i < 3 * CHECK_ACTS; i++)
+        for (uint32_t flags = 0; flags <= (check_acts[i / 3] < 16 ? FMOE_INTERLEAVED : 0); flags++) {
+            const int act = check_acts[i / 3], t = types[i % 3];
             const int64_t R = 13, I = 20, hc = act < 16 ? 2 * I : I;
             pair p = pair_make(
                 (fmoe_desc){.op = FMOE_OP_ACTIVATION, .dtype = t, .I = I, .act = act, .flags = flags, .act_limit = 1},

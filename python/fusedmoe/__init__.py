@@ -11,6 +11,7 @@ from .ops import describe, set_max_isa
 __version__ = _core.version
 info = _core.info
 cpu_isa = _core.cpu_isa
+empty_cache = _core.empty_cache
 
 if "transformers.integrations.moe" in _sys.modules:
     from .integrations.transformers import register as _register
@@ -18,6 +19,6 @@ if "transformers.integrations.moe" in _sys.modules:
     _register()
 
 __all__ = [
-    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "experts", "info", "ops",
+    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "empty_cache", "experts", "info", "ops",
     "permute", "route", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

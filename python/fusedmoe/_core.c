@@ -16,9 +16,9 @@
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 
 #define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
+#include "_pool.h"
 #include "fusedmoe.h"
 #pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without it will do */
 
@@ -119,7 +119,7 @@ typedef struct {
     exchange_header header;
     void (*managed_allocate)(void);
     void (*managed_from_py)(void);
-    void (*managed_to_py)(void);
+    int (*managed_to_py)(managed_tensor *tensor, void **out); /* takes the tensor over */
     int (*tensor_from_py)(void *object, fmoe_tensor *out); /* borrowed view; fmoe_tensor is laid out as DLTensor */
     int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
 } exchange_api;
@@ -586,21 +586,38 @@ static PyObject *core_ceiling(PyObject *self, PyObject *args) {
     return PyFloat_FromDouble(gflops);
 }
 
-/* A gradient of hundreds of megabytes is new memory every step; in pages of 4 KiB its page faults cost a third of the backward. */
-static PyObject *core_advise(PyObject *self, PyObject *tensor) {
+/* None where the pool is not for it: small, on a device, or of a torch without the exchange table. */
+static PyObject *core_empty_like(PyObject *self, PyObject *tensor) {
     (void)self;
     call c = {.tensors = c.on_stack, .capacity = 1};
     const fmoe_tensor *t = take(&c, tensor);
-    if (t && t->device.type == FMOE_CPU) {
-#ifdef MADV_HUGEPAGE
-        const uintptr_t page = 4096, begin = ((uintptr_t)t->data + page - 1) & ~(page - 1);
-        const uintptr_t end = ((uintptr_t)t->data + tensor_bytes(t)) & ~(page - 1);
-        if (end > begin) madvise((void *)begin, end - begin, MADV_HUGEPAGE); /* a hint: failing is fine */
-#endif
+    void *out = NULL;
+    if (t && t->device.type == FMOE_CPU && c.api && c.api->managed_to_py && tensor_bytes(t) >= pool_from) {
+        pool_block *b = pool_tensor(t);
+        if (b && c.api->managed_to_py(&b->managed, &out) != 0) pool_give(b);
     }
     release(&c);
-    if (!t) return NULL;
+    if (out || PyErr_Occurred()) return out;
     Py_RETURN_NONE;
+}
+
+static PyObject *core_empty_cache(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyLong_FromSize_t(pool_empty());
+}
+
+static PyObject *core_pool(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    const pool_counts now = pool_count();
+    return Py_BuildValue("nnn", (Py_ssize_t)now.live, (Py_ssize_t)now.free, (Py_ssize_t)now.peak);
+}
+
+static PyObject *core_pool_from(PyObject *self, PyObject *arg) {
+    (void)self;
+    const size_t was = pool_from, now = PyLong_AsSize_t(arg);
+    if (PyErr_Occurred()) return NULL;
+    pool_from = now;
+    return PyLong_FromSize_t(was);
 }
 
 static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
@@ -629,7 +646,10 @@ static PyMethodDef methods[] = {
     {"info", core_info, METH_NOARGS, "What this machine and this library have"},
     {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},
     {"set_max_isa", core_set_max_isa, METH_O, "Cap the CPU kernel level of new plans; None: no cap"},
-    {"advise", core_advise, METH_O, "advise(tensor): its memory is large and new, use huge pages"},
+    {"empty_like", core_empty_like, METH_O, "empty_like(tensor): in memory that is used again; None: too small for that, or not on a CPU"},
+    {"empty_cache", core_empty_cache, METH_NOARGS, "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
+    {"pool", core_pool, METH_NOARGS, "Bytes in use, free, and the largest amount that was in use at once"},
+    {"pool_from", core_pool_from, METH_O, "Tensors of that many bytes come from the pool; returns what was"},
     {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop on this CPU, measured; None: not known"},
     {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
     {"use_queue", core_use_queue, METH_O, "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
@@ -641,7 +661,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fusedmoe._core", "Th
 
 PyMODINIT_FUNC PyInit__core(void) {
     PyObject *m = PyModule_Create(&module);
-    if (!m) return NULL;
+    if (!m || pool_init()) return m ? PyErr_NoMemory() : NULL;
     const char *check = getenv("FMOE_ASCEND_CHECK"); /* reads counts back, which a queue cannot do */
     use_queue = !check || !*check || !strcmp(check, "0");
     for (long i = 0; i < N_OPS; i++)

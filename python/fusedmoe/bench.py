@@ -91,9 +91,9 @@ def measure(
         return experts(name, *routed(name, draw))
 
     def step(name: str) -> None:
-        module.zero_grad(set_to_none=True)
-        x.grad = logits[0].grad = None
         layer(name).backward(dout)
+        module.zero_grad(set_to_none=True)  # inside the time: everyone frees what it allocated
+        x.grad = logits[0].grad = None
 
     passes: dict[str, Callable] = {"fwd": torch.no_grad()(layer), **({"fwd+bwd": step} if backward else {})}
     times: dict[tuple[str, str, str], list[float]] = {}
@@ -108,7 +108,6 @@ def measure(
             if i:  # the first round warms up
                 times.setdefault((name, what, "turns"), []).append((time.perf_counter() - start) * 1e3)
         if not i and backward and name != "dense":
-            module.zero_grad(set_to_none=True)
             peaks[name] = peak_megabytes(partial(step, name), device)
             kept[name] = kept_megabytes(partial(experts, name, *routed(name)), module.parameters())
     if device == "cuda":

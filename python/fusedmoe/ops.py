@@ -101,15 +101,18 @@ def _like(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
+def _gradient(w: Tensor) -> Tensor:
+    """Memory for the gradient of a weight: a large one on the CPU has that of the step before (_pool.c)."""
+    again = _core.empty_like(w) if type(w) in (Tensor, torch.nn.Parameter) and w.is_cpu else None
+    return torch.empty_like(w) if again is None else again
+
+
 def _opt(ts: Sequence[Tensor], read: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor | None:
     return read(ts[0]) if ts else None
 
 
 def _given(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
-    """grads, with None in the place of those that nobody wants. Large ones are new memory: in huge pages."""
-    for t in grads:
-        if t.nbytes >= 1 << 22 and t.is_cpu:
-            _core.advise(t)
+    """grads, with None in the place of those that nobody wants."""
     rest = iter(grads)
     return [next(rest) if yes else None for yes in wanted]
 
@@ -241,7 +244,7 @@ def grouped_matmul(x, w, bias, sizes, cumulative):
 def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
     wanted = needs & 1, needs & 2, needs & 4
     grads = [_like(x)] if needs & 1 else []
-    grads += [torch.empty_like(w)] if needs & 2 else []
+    grads += [_gradient(w)] if needs & 2 else []
     grads += [w.new_empty((w.shape[0], w.shape[2]))] if needs & 4 else []
     yield grads
     yield _gmm_plan(x, w), x.shape[0], _unit(x), w, _ids(sizes), _unit(dy), *_given(grads, wanted), cumulative, 0
@@ -261,7 +264,7 @@ def grouped_matmul_list(x, w, bias):
 @_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]", _core.GMM_BACKWARD)
 def grouped_matmul_list_backward(x, w, dy, needs):
     dx = [_like(t) for t in x] if needs & 1 else []
-    dw = [torch.empty_like(t) for t in w] if needs & 2 else []
+    dw = [_gradient(t) for t in w] if needs & 2 else []
     yield dx + dw
     yield *_list_plan(x), [_unit(t) for t in x], w, None, [_unit(t) for t in dy], dx or None, dw or None, None, 0, 1
 
@@ -391,7 +394,7 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
         E, lists = layer_sizes(w, act, flags)[2], [t for t in own if t.dim() == 2]
         grads += [g for t in lists[::E] for g in t.new_empty((E, *t.shape)).unbind()]
         own = own[len(lists) :]
-    grads += [torch.empty_like(t) for t in own]
+    grads += [_gradient(t) for t in own]
     yield grads
     plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
     dx, dp, *dw = _given(grads, wanted)
@@ -431,7 +434,7 @@ def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k,
 def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
                    k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
-    grads = [torch.empty_like(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
+    grads = [_gradient(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
     yield grads
     dx, dw_router, *rest = grads
     db_router, dw, dshared, dgate = ([rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate))

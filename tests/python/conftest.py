@@ -17,8 +17,10 @@ except ImportError:
 @pytest.fixture(autouse=True)
 def _fixed():
     """Every test starts from the same seed, and hears every log line again."""
+    from fusedmoe import _core
     from fusedmoe.integrations import layers
 
+    _core.pool_from(1)  # every gradient, however small, is in memory that was used before
     layers._said.clear()
     torch.set_num_threads(1)  # the tensors are tiny; a busy machine turns OpenMP's waiting into minutes
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ import torch
 from common import V5, rel, step, tiny
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe import _core, ops
 
 IDS = torch.arange(4 * 16).view(4, 16) * 7 % 40 + 3
 SENTINEL = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
@@ -139,6 +139,7 @@ if find_spec("deepspeed"):  # not among the development requirements: docs/integ
 
 def main(folder: str, rank: int) -> None:
     torch.set_num_threads(1)
+    _core.pool_from(1)
     torch.distributed.init_process_group("gloo")
     calls, real = [0], ops.call
 

@@ -1,0 +1,173 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _pool.c - large blocks of CPU memory that are used again.
+ *
+ * A training step writes the same gradients into new memory every time: the allocator returns what zero_grad() frees to the
+ * system and maps it again, and the kernel zeroes it page by page before we write it: 64 MB cost 15 ms of page faults, as much as
+ * the sums in them. Here a block that is freed stays mapped, and the next request of its size gets it.
+ *
+ * - What is mapped is never more than what was in use at one time (peak): before a new block is mapped beyond it, those that have
+ *   been free for the longest go.
+ * - A free block is the system's to take (MADV_FREE): it counts as memory of the process until there is need of it elsewhere.
+ * - The lock is held for a few loads and stores, and over a fork; a child owns its copy of all blocks.
+ */
+#define _GNU_SOURCE
+#include "_pool.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+size_t pool_from = (size_t)1 << 20;
+
+static const size_t HUGE_PAGE = (size_t)2 << 20;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pool_block *newest, *oldest; /* free blocks */
+static pool_counts count;
+
+static void acquire(void) { pthread_mutex_lock(&lock); }
+static void release(void) { pthread_mutex_unlock(&lock); }
+
+int pool_init(void) {
+    const char *wanted = getenv("FMOE_POOL");
+    if (wanted && !strcmp(wanted, "0")) pool_from = SIZE_MAX;
+    return pthread_atfork(acquire, release, release);
+}
+
+/* Eight sizes to each power of two, so that a batch of a few tokens more finds the block of the last one. What is not touched of a
+ * block takes no memory. */
+static size_t round_up(size_t bytes) {
+    size_t step = 4096;
+    while (step <= bytes / 16) step *= 2;
+    return (bytes + step - 1) / step * step;
+}
+
+static void unlink_free(pool_block *b) {
+    *(b->newer ? &b->newer->older : &newest) = b->older;
+    *(b->older ? &b->older->newer : &oldest) = b->newer;
+    count.free -= b->bytes;
+}
+
+/* Of anonymous memory, from a boundary of huge pages on where it is large. */
+static void *map(size_t bytes) {
+    const size_t slack = bytes >= HUGE_PAGE ? HUGE_PAGE - 4096 : 0;
+    char *p = mmap(NULL, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) return NULL;
+    const size_t before = slack ? (HUGE_PAGE - (uintptr_t)p % HUGE_PAGE) % HUGE_PAGE : 0;
+    if (before) munmap(p, before);
+    if (slack > before) munmap(p + before + bytes, slack - before);
+#ifdef MADV_HUGEPAGE
+    if (slack) madvise(p + before, bytes, MADV_HUGEPAGE); /* a hint: failing is fine */
+#endif
+    return p + before;
+}
+
+static size_t unmap_all(pool_block *list) {
+    size_t sum = 0;
+    for (pool_block *next; list; list = next) {
+        next = list->older;
+        sum += list->bytes;
+        munmap(list->data, list->bytes);
+        free(list);
+    }
+    return sum;
+}
+
+pool_block *pool_take(size_t wanted) {
+    if (wanted > SIZE_MAX / 2) return NULL;
+    const size_t bytes = round_up(wanted);
+    pool_block *b, *drop = NULL;
+    acquire();
+    for (b = newest; b && b->bytes != bytes; b = b->older) {}
+    if (b) unlink_free(b);
+    count.live += bytes;
+    while (oldest && count.live + count.free > count.peak) {
+        pool_block *o = oldest;
+        unlink_free(o);
+        o->older = drop;
+        drop = o;
+    }
+    release();
+    unmap_all(drop);
+    if (b) return b;
+    b = calloc(1, sizeof *b);
+    void *data = b ? map(bytes) : NULL;
+    acquire();
+    if (!data) count.live -= bytes;
+    else if (count.live > count.peak) count.peak = count.live;
+    release();
+    if (!data) return free(b), NULL;
+    b->bytes = bytes;
+    b->data = data;
+    return b;
+}
+
+void pool_give(pool_block *b) {
+#ifdef MADV_FREE
+    madvise(b->data, b->bytes, MADV_FREE);
+#endif
+    acquire();
+    b->newer = NULL;
+    b->older = newest;
+    *(newest ? &newest->newer : &oldest) = b;
+    newest = b;
+    count.live -= b->bytes;
+    count.free += b->bytes;
+    release();
+}
+
+size_t pool_empty(void) {
+    acquire();
+    pool_block *list = newest;
+    newest = oldest = NULL;
+    count.free = 0;
+    count.peak = count.live;
+    release();
+    return unmap_all(list);
+}
+
+pool_counts pool_count(void) {
+    acquire();
+    const pool_counts now = count;
+    release();
+    return now;
+}
+
+static void tensor_released(managed_tensor *m) { pool_give(m->owner); }
+
+/* The strides of t, without holes and without overlap: some order of its dimensions is that of rows. */
+static bool is_dense(const fmoe_tensor *t) {
+    if (!t->strides) return true;
+    int64_t run = 1;
+    unsigned seen = 0;
+    for (int found = 0, i = 0; found < t->ndim; found++) {
+        for (i = 0; i < t->ndim; i++)
+            if (!(seen >> i & 1) && (t->shape[i] == 1 || t->strides[i] == run)) break;
+        if (i == t->ndim) return false;
+        seen |= 1u << i;
+        run *= t->shape[i];
+    }
+    return true;
+}
+
+pool_block *pool_tensor(const fmoe_tensor *like) {
+    if (like->ndim > POOL_RANK || !is_dense(like)) return NULL;
+    size_t bytes = like->dtype.bits / 8;
+    for (int i = 0; i < like->ndim; i++) bytes *= (size_t)like->shape[i];
+    pool_block *b = pool_take(bytes);
+    if (!b) return NULL;
+    int64_t run = 1;
+    for (int i = like->ndim - 1; i >= 0; run *= like->shape[i--]) {
+        b->dims[i] = like->shape[i];
+        b->dims[POOL_RANK + i] = like->strides ? like->strides[i] : run;
+    }
+    b->managed = (managed_tensor){.version = {1, 0}, .owner = b, .release = tensor_released, .tensor = *like};
+    b->managed.tensor.data = b->data;
+    b->managed.tensor.byte_offset = 0;
+    b->managed.tensor.shape = b->dims;
+    b->managed.tensor.strides = b->dims + POOL_RANK;
+    return b;
+}

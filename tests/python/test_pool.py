@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient memory that is used again from step to step: who gets it, how much is kept, threads, fork, the end of a process."""
+
+import copy
+import gc
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import fusedmoe
+from common import V5
+from fusedmoe import _core, ops
+
+if not V5:
+    pytest.skip("one version is enough", allow_module_level=True)
+
+MB = 1 << 20
+T, H, I, E, k = 6, 256, 128, 8, 2  # gradients of 2 MB and 1 MB
+
+
+@pytest.fixture(autouse=True)
+def _empty():
+    was = _core.pool_from(MB)
+    gc.collect()
+    fusedmoe.empty_cache()
+    assert _core.pool() == (0, 0, 0), "a test before this one holds gradients"
+    yield
+    gc.collect()
+    fusedmoe.empty_cache()
+    _core.pool_from(was)
+
+
+def layer(dtype=torch.float32):
+    r = lambda *s: (torch.randn(*s) * 0.3).to(dtype).requires_grad_()  # noqa: E731
+    return r(T, H), torch.randint(0, E - 1, (T, k)), torch.rand(T, k), r(E, 2 * I, H), r(E, H, I)
+
+
+def grads(x, ids, p, w1, w2, **kw):
+    w1.grad = w2.grad = None
+    fusedmoe.experts(x, ids, p, [w1, w2], **kw).square().sum().backward()
+    return w1.grad, w2.grad
+
+
+def test_the_next_step_has_the_memory_of_the_last():
+    tensors = layer()
+    first = [(g.data_ptr(), g.clone()) for g in grads(*tensors)]
+    assert _core.pool() == (3 * MB, 0, 3 * MB)  # AccumulateGrad took the tensors themselves: no copy, no other block
+    for _ in range(3):
+        again = grads(*tensors)
+        assert sorted(g.data_ptr() for g in again) == sorted(at for at, _ in first)
+        assert all(torch.equal(g, was) for g, (_, was) in zip(again, first, strict=True))
+        del again
+        assert _core.pool() == (3 * MB, 0, 3 * MB)
+    tensors[3].grad = tensors[4].grad = None
+    assert _core.pool() == (0, 3 * MB, 3 * MB)
+    assert fusedmoe.empty_cache() == 3 * MB and _core.pool() == (0, 0, 0) and fusedmoe.empty_cache() == 0
+
+
+def test_a_block_stays_mapped():
+    _core.empty_like(torch.empty(4 * MB)).fill_(7)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    again = _core.empty_like(torch.empty(4 * MB))
+    assert float(again.min()) == 7 and resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+
+
+def test_what_was_in_the_memory_does_not_matter():
+    tensors = layer()  # expert E - 1 has no row
+    want = [g.clone() for g in grads(*tensors)]
+    for t in tensors[3:]:
+        t.grad.fill_(float("nan"))
+    assert all(torch.equal(g, w) for g, w in zip(grads(*tensors), want, strict=True))
+
+
+def test_every_operator_with_weights_uses_it():
+    x, w = torch.randn(5, 256, requires_grad=True), torch.randn(4, 256, 256, requires_grad=True)
+    fusedmoe.GmmFunction.apply(x, w, [1, 0, 4, 0]).sum().backward()
+    assert _core.pool()[0] == MB and w.grad[1].abs().max() == 0
+    ws = [torch.randn(512, 512, requires_grad=True) for _ in range(2)]
+    fusedmoe.HybridGmmFunction.apply(2, torch.randn(3, 512), torch.randn(0, 512), *ws)[0].sum().backward()
+    assert _core.pool()[0] == 3 * MB
+    x, _, _, w1, w2 = layer()
+    fusedmoe.block(x, torch.randn(E, H), [w1, w2], k)[0].sum().backward()
+    assert _core.pool()[0] == 6 * MB
+    lists = [t.detach().repeat(16, 1).requires_grad_() for t in (*w1[:2, :I], *w1[:2, I:])]  # [2048, 256]: 2 MB
+    downs = [torch.randn(H, 2048, requires_grad=True) for _ in range(2)]
+    fusedmoe.experts(x, torch.zeros(T, 1, dtype=torch.int64), torch.ones(T, 1), [*lists, *downs], 0, ops.LIST).sum().backward()
+    assert _core.pool()[0] == 18 * MB
+
+
+def test_what_is_not_for_it():
+    assert _core.empty_like(torch.empty(MB // 4 - 1)) is None and _core.empty_like(torch.empty(MB // 4)) is not None
+    assert _core.empty_like(torch.empty(2 * MB)[::2]) is None and _core.empty_like(torch.empty(1).expand(MB)) is None  # holes, overlap
+    for shape, order in (((4, 256, 512), (0, 2, 1)), ((1, 1024, 512), (2, 0, 1)), ((8, 32, 32, 64), (3, 1, 0, 2))):
+        like = torch.empty(shape, dtype=torch.bfloat16).permute(order)
+        got = _core.empty_like(like)
+        assert got.shape == like.shape and got.stride() == like.stride() and got.dtype == like.dtype
+    with pytest.raises(TypeError, match="expected a tensor"):
+        _core.empty_like("no tensor")
+    off = "from fusedmoe import _core; import torch; assert _core.empty_like(torch.empty(1 << 20)) is None"
+    subprocess.run([sys.executable, "-c", off], env=dict(os.environ, FMOE_POOL="0"), check=True)
+
+
+def test_never_more_than_was_in_use_at_once():
+    a = [_core.empty_like(torch.empty(2 * MB)) for _ in range(4)]  # 32 MB
+    del a
+    assert _core.pool() == (0, 32 * MB, 32 * MB)
+    b = _core.empty_like(torch.empty(3 * MB))  # no block of 12 MB: the two oldest go
+    assert _core.pool() == (12 * MB, 16 * MB, 32 * MB)
+    c = _core.empty_like(torch.empty(6 * MB))  # 24 MB: now 36 MB are in use
+    assert _core.pool() == (36 * MB, 0, 36 * MB)
+    del b, c
+    held = [_core.empty_like(torch.empty(n * MB // 4)) for n in (20, 9, 5, 24)]
+    live, free, peak = _core.pool()
+    assert live == 58 * MB and live + free <= peak == 58 * MB
+    del held
+    g = torch.Generator().manual_seed(0)
+    held = []
+    for _ in range(300):
+        held.append(_core.empty_like(torch.empty(int(torch.randint(MB // 4, 2 * MB, (), generator=g)))))
+        if len(held) > 5:
+            del held[int(torch.randint(0, 6, (), generator=g))]
+        live, free, peak = _core.pool()
+        assert live + free <= peak <= 58 * MB
+
+
+def test_a_slightly_larger_batch_finds_the_block():
+    at = _core.empty_like(torch.empty(1000, 1000)).data_ptr()
+    assert _core.empty_like(torch.empty(1010, 1000)).data_ptr() == at
+
+
+def test_free_memory_is_the_systems():
+    """LazyFree: the kernel takes it when it needs it."""
+    lazy = lambda: sum(int(line.split()[1]) for line in open("/proc/self/smaps") if line.startswith("LazyFree")) // 1024  # noqa: E731
+    t, before = _core.empty_like(torch.empty(16 * MB)).fill_(1), lazy()
+    del t
+    assert lazy() - before >= 62
+    t = _core.empty_like(torch.empty(16 * MB)).fill_(2)
+    assert float(t.min()) == 2 and lazy() - before <= 2
+
+
+def test_gradients_are_ordinary_tensors():
+    tensors = x, ids, p, w1, w2 = layer()
+    want = [g.clone() for g in grads(*tensors)]
+    again = copy.deepcopy(w1), pickle.loads(pickle.dumps(w1.grad)), w1.grad.numpy(), torch.from_dlpack(w1.grad)
+    assert torch.equal(again[0].grad, want[0]) and torch.equal(again[1], want[0])
+    at = w1.grad.data_ptr()
+    w1.grad = None
+    assert (again[2] == want[0].numpy()).all() and torch.equal(again[3], want[0])
+    assert _core.empty_like(w1).data_ptr() != at, "a view of the gradient holds its memory"
+    del again
+    fusedmoe.experts(x, ids, p, [w1, w2]).square().sum().backward()
+    fusedmoe.experts(x, ids, p, [w1, w2]).square().sum().backward()  # accumulates, in place
+    assert torch.equal(w1.grad, 2 * want[0])
+    at = w1.grad.data_ptr()
+    w1.grad.zero_()
+    fusedmoe.experts(x, ids, p, [w1, w2]).square().sum().backward()
+    assert w1.grad.data_ptr() == at and torch.equal(w1.grad, want[0])
+    w1.grad.share_memory_()  # the storage moves, its block is free
+    assert w1.grad.is_shared() and torch.equal(w1.grad, want[0])
+    assert w1.grad.untyped_storage().nbytes() == 2 * MB
+    torch.nn.utils.clip_grad_norm_([w1, w2], 1e-3)
+    torch.optim.AdamW([w1, w2], foreach=False).step()
+    torch.optim.AdamW([w1, w2], fused=True).step()
+    assert w1.isfinite().all()
+
+
+def test_other_dtypes_and_frozen_weights():
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        x, ids, p, w1, w2 = layer(dtype)
+        w2.requires_grad_(False)
+        g, none = grads(x, ids, p, w1, w2)
+        assert none is None and g.dtype == dtype and _core.pool()[0] == g.nbytes
+        del g, w1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend):
+    torch._dynamo.reset()
+    tensors = layer()
+    want = [g.clone() for g in grads(*tensors)]
+    f = torch.compile(lambda x, ids, p, w1, w2: fusedmoe.experts(x, ids, p, [w1, w2]).square().sum(), fullgraph=True, backend=backend)
+    for _ in range(3):
+        tensors[3].grad = tensors[4].grad = None
+        f(*tensors).backward()
+        assert all(torch.equal(t.grad, g) for t, g in zip(tensors[3:], want, strict=True))
+    assert sum(_core.pool()[:2]) == 3 * MB
+
+
+@pytest.mark.parametrize("what, flags", [("threads", ["-fsanitize=thread"]), ("forks", [])])
+def test_threads_and_forks_without_the_interpreter(what, flags, tmp_path):
+    """pool_threads.c: a tensor can be freed by a thread that does not hold the interpreter's lock."""
+    cc, here = shutil.which("cc") or shutil.which("gcc"), Path(__file__).resolve().parent
+    if not cc:
+        pytest.skip("no C compiler")
+    root, program = here.parents[1], tmp_path / what
+    include = [f"-I{root / folder}" for folder in ("include", "python/fusedmoe")]
+    build = [cc, "-O1", "-g", "-pthread", *flags, *include, str(here / "pool_threads.c"), str(root / "python/fusedmoe/_pool.c")]
+    subprocess.run([*build, "-o", str(program)], check=True)
+    run = subprocess.run([str(program), *["forks"] * (what == "forks")], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr[:4000]
+
+
+def test_freed_in_another_thread():
+    t = [_core.empty_like(torch.empty(MB))]
+    thread = threading.Thread(target=t.clear)
+    thread.start()
+    thread.join()
+    assert _core.pool()[:2] == (0, 4 * MB)
+
+
+def test_exit_with_live_tensors():
+    code = """
+import torch, threading, time, fusedmoe
+from fusedmoe import _core
+w = torch.nn.Parameter(torch.zeros(4, 512, 512))
+w.grad = _core.empty_like(w).zero_()
+held = [_core.empty_like(w) for _ in range(3)]
+torch.held = held[0]
+threading.Thread(target=lambda t: time.sleep(30), args=(held[1],), daemon=True).start()
+"""
+    run = subprocess.run([sys.executable, "-X", "dev", "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "Fatal" not in run.stderr and "Error" not in run.stderr, run.stderr

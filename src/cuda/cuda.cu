@@ -11,7 +11,7 @@
 const fmoe_core *fmoe_cuda_core;
 thread_local bool fmoe_cuda_overlap;
 
-static constexpr int64_t kMaxExperts = 12288; // a histogram of them fits 48 KB of shared memory
+static constexpr int64_t kMaxExperts = 65535; // the y dimension of a grid
 
 fmoe_status fmoe_cuda_launched(const char *what)
 {
@@ -89,12 +89,15 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     const fmoe_desc *d = &p->d;
     if (d->dtype == FMOE_F64) return FAIL(FMOE_ERR_DTYPE, "CUDA: dtype f64 is for the CPU's reference only");
     if (d->E > kMaxExperts && d->op != FMOE_OP_ACTIVATION) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: E is %lld, at most %lld are supported", (long long)d->E, (long long)kMaxExperts);
-    if (d->op == FMOE_OP_ROUTE && !route_fits(d->E, d->k, d->route.groups)) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: routing over E = %lld experts needs more than 48 KB of shared memory a token", (long long)d->E);
     if (d->H > INT32_MAX / 4 || d->I > INT32_MAX / 4 || d->K > INT32_MAX || d->N > INT32_MAX)
         return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: H, I, K and N must be below 2^29");
     Plan *plan = new (std::nothrow) Plan();
     if (!plan) return FAIL(FMOE_ERR_NOMEM, "no memory for a plan");
-    const fmoe_status status = open_device(plan, d->device.id);
+    fmoe_status status = open_device(plan, d->device.id);
+    if (status == FMOE_OK && d->op == FMOE_OP_ROUTE && !route_fits(plan->device, d->E, d->k, d->route.groups)) {
+        status = FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: routing over E = %lld experts needs more shared memory for a token than this device has", (long long)d->E);
+        cudaFreeHost(plan->error);
+    }
     if (status != FMOE_OK) {
         delete plan;
         return status;
@@ -107,7 +110,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     s->sms = plan->sms;
     plan->path = FMOE_PATH_SM80;
     plan->why = "";
-    if (d->op == FMOE_OP_EXPERTS) {
+    if (d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_GROUPED_MATMUL) {
         plan->path = fmoe_cuda_choose_path(s, &plan->why);
         if (plan->path == FMOE_PATH_SM90) {
             DeviceScope scope(plan->device);
@@ -142,13 +145,17 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
     char line[900];
     int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s\n", plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype);
-    if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
-        const bool fused = p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_BIAS);
+    if (p->d.op == FMOE_OP_GROUPED_MATMUL && plan->path == FMOE_PATH_SM90) {
         used += snprintf(line + used, sizeof line - (size_t)used,
-                         "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an expert 256 features x up to 144 tokens\n"
-                         "weights that are not 16-byte aligned, or in lists without equal distances: sm80\n"
-                         "activation: %s\n",
-                         plan->why, FMOE_CUDA_TOKENS_BELOW, fused ? "in the products (up 128x256, dh by a warpgroup of its own) where W1 and W2 are stored [out,in]" : "separate kernels, because it is not SwiGLU without bias");
+                         "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"
+                         "lists, f32 rows, FMOE_ADD_DX and what is not aligned: sm80 mma.sync, 64x128 tiles\n",
+                         plan->why, 16 * FMOE_CUDA_TOKEN_UNITS);
+    } else if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
+        used += snprintf(line + used, sizeof line - (size_t)used,
+                         "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an expert 256 features x up to %d tokens\n"
+                         "weights that are not 16-byte aligned, or in lists of unequal strides: sm80\n"
+                         "activation: in the products (dh by a warpgroup of its own) where W1 and W2 are stored [out,in], else separate kernels\n",
+                         plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS);
         int64_t most = 0;
         while (fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
         if (most) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to %lld tokens: kernels that stream the weights\n", (long long)most);

@@ -246,22 +246,27 @@ template <int NV> __global__ void __launch_bounds__(128) route_small_kernel(cons
     }
     int mine = -1; // lane j keeps the choice of slot j; k <= 32
     float q = a.rule.score == FMOE_SCORE_TOPK_SOFTMAX ? -CUDART_INF_F : 0.f;
+    uint32_t best; // of this lane, with its index and score
+    int at;
+    float value;
+    auto find = [&] {
+        best = key[0], at = 0, value = s[0];
+#pragma unroll
+        for (int i = 1; i < NV; i++)
+            if (key[i] > best) best = key[i], at = i, value = s[i];
+    };
+    find();
     for (int j = 0; j < (int)a.k; j++) {
-        uint32_t best = 0;
-#pragma unroll
-        for (int i = 0; i < NV; i++) best = ::max(best, key[i]);
         const uint32_t top = __reduce_max_sync(~0u, best);
-        uint32_t at = ~0u;
-        float v = 0;
-#pragma unroll
-        for (int i = NV - 1; i >= 0; i--)
-            if (key[i] == top) at = lane + 32 * i, v = s[i];
-        const uint32_t id = __reduce_min_sync(~0u, at);
-        v = __shfl_sync(~0u, v, id & 31);
-#pragma unroll
-        for (int i = 0; i < NV; i++)
-            if ((uint32_t)(lane + 32 * i) == id) key[i] = 0;
+        const uint32_t id = __reduce_min_sync(~0u, best == top ? (uint32_t)(lane + 32 * at) : ~0u);
+        const float v = __shfl_sync(~0u, value, id & 31);
         if (lane == j) mine = (int)id, q = v;
+        if ((id & 31) == (uint32_t)lane) {
+#pragma unroll
+            for (int i = 0; i < NV; i++)
+                if (i == at) key[i] = 0;
+            find();
+        }
     }
     if (a.rule.score == FMOE_SCORE_TOPK_SOFTMAX) {
         float top = lane < a.k ? q : -CUDART_INF_F;
@@ -347,7 +352,12 @@ __global__ void route_backward_kernel(const __grid_constant__ RouteArgs a, int p
     }
 }
 
-bool route_fits(int64_t E, int64_t k, int64_t groups) { return E * 9 + groups * 4 + k * 8 + 16 <= 48 * 1024; }
+bool route_fits(int device, int64_t E, int64_t k, int64_t groups)
+{
+    int most = 0;
+    cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return E * 9 + groups * 4 + k * 8 + 16 <= most;
+}
 
 void route_run(const RouteArgs &a, bool forward, cudaStream_t s)
 {
@@ -356,6 +366,7 @@ void route_run(const RouteArgs &a, bool forward, cudaStream_t s)
     int warps = kMaxWarps;
     while (warps > 1 && (per_warp * warps > 48 * 1024 || a.T < (int64_t)warps * 64)) warps /= 2;
     const unsigned grid = (unsigned)fmoe_min((a.T + warps - 1) / warps, 1 << 20);
+    if (per_warp > 48 * 1024) cudaFuncSetAttribute(forward ? route_forward_kernel : route_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)per_warp);
     if (forward) route_forward_kernel<<<grid, warps * 32, per_warp * warps, s>>>(a, (int)per_warp);
     else route_backward_kernel<<<grid, warps * 32, per_warp * warps, s>>>(a, (int)per_warp);
 }

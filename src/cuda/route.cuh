@@ -16,5 +16,5 @@ struct RouteArgs {
     DeviceError *error;
 };
 
-bool route_fits(int64_t E, int64_t k, int64_t groups);
+bool route_fits(int device, int64_t E, int64_t k, int64_t groups);
 void route_run(const RouteArgs &a, bool forward, cudaStream_t s);

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // rowmap.cu - from ids to rows: a stable counting sort by expert, on the device, without atomics in the result.
 //
-// Three launches: count the experts of each block of slots; scan (blocks, then experts); place. Pad rows repeat the last row of
-// their own expert with weight 0: their gradients are exact zeros and they bring in no other token.
+// Count the experts of each block of slots; scan (blocks, then experts); place. With few blocks and experts the scan is part of
+// placing: every block adds up the counts of all. Pad rows repeat the last row of their own expert with weight 0: their gradients
+// are exact zeros and they bring in no other token. More experts than shared memory has counters for are taken in turns.
 #include "common.cuh"
 
-static constexpr int kSortThreads = 256, kSortWarps = 8, kSub = 1024; // slots a block takes at a time
+static constexpr int kSortThreads = 256, kSortWarps = 8;
 static constexpr int kScanThreads = 1024;
+static constexpr int kTurn = 11776;                             // experts of a turn: 46 KB of counters
+static constexpr int kFewExperts = 512, kFewCounts = 16 * 1024; // where every block may add up all counts
 
 DEV void report(DeviceError *error, uint32_t code, int64_t index, int64_t value)
 {
@@ -17,10 +20,17 @@ DEV void report(DeviceError *error, uint32_t code, int64_t index, int64_t value)
     error->code = code;
 }
 
+// Slot i of the tokens' choices, of which there are less than 2^31: dividing in 64 bits is slow.
+struct Slot {
+    uint32_t t, j;
+    DEV Slot(int64_t i, int64_t k) : t((uint32_t)i / (uint32_t)k), j((uint32_t)i - t * (uint32_t)k) {}
+    DEV int64_t in(const View &v) const { return t * v.s0 + j * v.s1; }
+};
+
 // The expert of a slot, or -1: skipped or out of range.
-DEV int slot_expert(const View &ids, int64_t i, int64_t k, int64_t E, uint32_t flags, DeviceError *error)
+DEV int slot_expert(const View &ids, const Slot &slot, int64_t i, int64_t E, uint32_t flags, DeviceError *error)
 {
-    const int64_t id = load_int(ids.p, ids.dtype, i / k * ids.s0 + i % k * ids.s1);
+    const int64_t id = load_int(ids.p, ids.dtype, slot.in(ids));
     if (id >= 0 && id < E) return (int)id;
     const bool skip = (id == -1 && (flags & FMOE_SKIP_NEG1)) || (id == E && (flags & FMOE_SKIP_E));
     if (!skip) report(error, DEVERR_ID, i, id);
@@ -32,15 +42,18 @@ __global__ void sort_count(View ids, int64_t R, int64_t k, int E, uint32_t flags
     extern __shared__ int hist[];
     depend_wait();
     depend_launch();
-    for (int e = threadIdx.x; e < E; e += blockDim.x) hist[e] = 0;
-    __syncthreads();
     const int64_t first = (int64_t)blockIdx.x * chunk, last = min(R, first + chunk);
-    for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) {
-        const int e = slot_expert(ids, i, k, E, flags, error);
-        if (e >= 0) atomicAdd(&hist[e], 1); // integer counts: order does not matter
+    for (int e0 = 0; e0 < E; e0 += kTurn) {
+        const int n = min(kTurn, E - e0);
+        for (int e = threadIdx.x; e < n; e += blockDim.x) hist[e] = 0;
+        __syncthreads();
+        for (int64_t i = first + threadIdx.x; i < last; i += blockDim.x) {
+            const int e = slot_expert(ids, Slot(i, k), i, E, flags, e0 ? nullptr : error) - e0;
+            if (e >= 0 && e < n) atomicAdd(&hist[e], 1); // integer counts: order does not matter
+        }
+        __syncthreads();
+        for (int e = threadIdx.x; e < n; e += blockDim.x) part[(int64_t)blockIdx.x * E + e0 + e] = hist[e];
     }
-    __syncthreads();
-    for (int e = threadIdx.x; e < E; e += blockDim.x) part[(int64_t)blockIdx.x * E + e] = hist[e];
 }
 
 // Inclusive sum over the block of a pair (rows, tiles) packed in 64 bits.
@@ -68,8 +81,9 @@ DEV int64_t block_scan(int64_t v, int64_t *shared)
     return v;
 }
 
-// Offsets, counts and tiles from per-expert counts; all threads of the one block call it, `count(e)` gives the count.
-template <class F> DEV void layout(int E, int align, const RowMap &m, int64_t *shared, F count)
+// Offsets, counts and tiles from per-expert counts; all threads of the block call it, `count(e)` gives the count and `first(e, row)`
+// is told where it begins. `write`: this block writes the row map.
+template <class F, class G> DEV void layout(int E, int align, const RowMap &m, bool write, int64_t *shared, F count, G first)
 {
     int64_t carry = 0; // rows in the low, tiles in the high half
     for (int e0 = 0; e0 < E; e0 += blockDim.x) {
@@ -77,7 +91,8 @@ template <class F> DEV void layout(int E, int align, const RowMap &m, int64_t *s
         const int rows = (n + align - 1) / align * align, tiles = (n + FMOE_CUDA_TILE_M - 1) / FMOE_CUDA_TILE_M;
         const int64_t own = (int64_t)tiles << 32 | rows, sum = block_scan(own, shared) + carry;
         const int64_t before = sum - own;
-        if (e < E) {
+        if (e < E) first(e, (int)before);
+        if (e < E && write) {
             m.off[e] = (int)before;
             m.cnt[e] = n;
             const int t0 = (int)(before >> 32);
@@ -89,7 +104,8 @@ template <class F> DEV void layout(int E, int align, const RowMap &m, int64_t *s
         __syncthreads();
         carry = shared[32];
     }
-    if (threadIdx.x == 0) {
+    first(E, (int)carry);
+    if (threadIdx.x == 0 && write) {
         m.off[E] = (int)carry;
         if (m.ntile) *m.ntile = (int)(carry >> 32);
     }
@@ -128,69 +144,113 @@ __global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int
         }
         __syncthreads();
     }
-    layout(E, align, m, shared, [&](int e) { return m.cnt[e]; });
+    layout(E, align, m, true, shared, [&](int e) { return m.cnt[e]; }, [](int, int) {});
     if (counts.p)
         for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
 }
 
-// WARPS of the block share the slots; with very many experts fewer of them, since each has a counter for every expert.
-template <int WARPS> __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, int64_t R, int64_t k, int E, uint32_t flags, int chunk, RowMap m)
+// WARPS of the block take 32 slots ROUNDS times; with very many experts fewer of them, since each has a counter for every expert.
+// FEW: there was no scan; this block adds up the counts itself, and the first one writes the row map.
+template <int WARPS, int ROUNDS, bool FEW>
+__global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, View counts, int64_t R, int64_t k, int E, uint32_t flags, int align, int chunk, int blocks, RowMap m)
 {
-    extern __shared__ int next[]; // [warps][E]: the next row of each expert for each warp
+    extern __shared__ int next[]; // [warps][experts of a turn]: the next row of each expert for each warp
+    __shared__ int begin_at[FEW ? kFewExperts + 1 : 1], here[FEW ? kFewExperts : 1], all[FEW ? kFewExperts : 1];
+    __shared__ int64_t scratch[33];
     depend_wait();
     depend_launch();
     const int w = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
-    if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[m.off[E] + threadIdx.x] = 0; // a tile may look past the last row
-    for (int64_t base = begin; base < end; base += kSub) {
-        constexpr int per = kSub / WARPS, rounds = per / 32; // slots a warp takes, in order
-        int ex[rounds];
-        unsigned same[rounds];
-        for (int e = threadIdx.x; e < WARPS * E; e += blockDim.x) next[e] = 0;
+    if (FEW) {
+        for (int e = threadIdx.x; e < E; e += blockDim.x) here[e] = all[e] = 0;
         __syncthreads();
-        int *mine = next + (int64_t)w * E;
-        if (w < WARPS)
-#pragma unroll
-            for (int r = 0; r < rounds; r++) {
-                const int64_t i = base + w * per + r * 32 + lane;
-                const int e = i < end ? slot_expert(ids, i, k, E, flags, nullptr) : -1;
-                ex[r] = e;
-                same[r] = __match_any_sync(~0u, e);
-                if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
-                __syncwarp();
+        const int groups = max(1, kSortThreads / E);
+        for (int i = threadIdx.x; i < groups * E; i += kSortThreads) {
+            const int e = i % E;
+            int before = 0, sum = 0;
+#pragma unroll 8
+            for (int b = i / E; b < blocks; b += groups) {
+                const int n = m.part[(int64_t)b * E + e];
+                sum += n;
+                if (b < (int)blockIdx.x) before += n;
             }
-        __syncthreads();
-        int *part = m.part + (int64_t)blockIdx.x * E;
-        for (int e = threadIdx.x; e < E; e += blockDim.x) {
-            int run = m.off[e] + part[e];
-            for (int q = 0; q < WARPS; q++) {
-                const int n = next[(int64_t)q * E + e];
-                next[(int64_t)q * E + e] = run;
-                run += n;
-            }
-            part[e] = run - m.off[e];
+            atomicAdd(&here[e], before);
+            atomicAdd(&all[e], sum);
         }
         __syncthreads();
+        layout(E, align, m, blockIdx.x == 0, scratch, [&](int e) { return all[e]; }, [&](int e, int row) { begin_at[e] = row; });
+        if (counts.p && blockIdx.x == 0)
+            for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, all[e]);
+        __syncthreads();
+    }
+    auto offset = [&](int e) { return FEW ? begin_at[e] : m.off[e]; };
+    auto count = [&](int e) { return FEW ? all[e] : m.cnt[e]; };
+    const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
+    if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[offset(E) + threadIdx.x] = 0; // a tile may look past the last row
+    for (int64_t base = begin; base < end; base += WARPS * ROUNDS * 32) {
+        constexpr int per = ROUNDS * 32; // slots a warp takes, in order
+        int ex[ROUNDS], tok[ROUNDS];
+        float prob[ROUNDS];
         if (w < WARPS)
 #pragma unroll
-            for (int r = 0; r < rounds; r++) {
+            for (int r = 0; r < ROUNDS; r++) {
                 const int64_t i = base + w * per + r * 32 + lane;
-                const int e = ex[r];
-                int row = -1;
-                if (e >= 0) row = mine[e] + __popc(same[r] & ((1u << lane) - 1));
-                __syncwarp();
-                if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
-                __syncwarp();
-                if (i >= end) continue;
-                if (m.slot) m.slot[i] = row;
-                if (out.p) store_int(out.p, out.dtype, i * out.s0, row);
-                if (row < 0) continue;
-                if (m.tok) m.tok[row] = (int)(i / k);
-                if (m.prob) m.prob[row] = p.p ? load_float(p.p, p.dtype, i / k * p.s0 + i % k * p.s1) : 1.f;
-                if (m.prob && row == m.off[e] + m.cnt[e] - 1) // the last row of an expert fills the pads after it
-                    for (int pad = row + 1; pad < m.off[e + 1]; pad++) m.tok[pad] = (int)(i / k), m.prob[pad] = 0;
+                const Slot slot(i, k);
+                tok[r] = (int)slot.t;
+                ex[r] = i < end ? slot_expert(ids, slot, i, E, flags, nullptr) : -1;
+                prob[r] = m.prob && p.p && i < end ? load_float(p.p, p.dtype, slot.in(p)) : 1.f;
+                if (i < end && ex[r] < 0) {
+                    if (m.slot) m.slot[i] = -1;
+                    if (out.p) store_int(out.p, out.dtype, i * out.s0, -1);
+                }
             }
-        __syncthreads();
+        for (int e0 = 0; e0 < E; e0 += kTurn) {
+            const int n = min(kTurn, E - e0);
+            unsigned same[ROUNDS];
+            for (int e = threadIdx.x; e < WARPS * n; e += blockDim.x) next[e] = 0;
+            __syncthreads();
+            int *mine = next + w * n;
+            auto turn = [&](int r) { return ex[r] >= e0 && ex[r] < e0 + n ? ex[r] - e0 : -1; };
+            if (w < WARPS)
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++) {
+                    const int e = turn(r);
+                    same[r] = __match_any_sync(~0u, e);
+                    if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
+                    __syncwarp();
+                }
+            __syncthreads();
+            for (int e = threadIdx.x; e < n; e += blockDim.x) {
+                int *seen = FEW ? &here[e] : m.part + (int64_t)blockIdx.x * E + e0 + e; // rows of this expert before these slots
+                const int first = offset(e0 + e);
+                int run = first + *seen;
+                for (int q = 0; q < WARPS; q++) {
+                    const int v = next[q * n + e];
+                    next[q * n + e] = run;
+                    run += v;
+                }
+                *seen = run - first;
+            }
+            __syncthreads();
+            if (w < WARPS)
+#pragma unroll
+                for (int r = 0; r < ROUNDS; r++) {
+                    const int64_t i = base + w * per + r * 32 + lane;
+                    const int e = turn(r);
+                    int row = -1;
+                    if (e >= 0) row = mine[e] + __popc(same[r] & ((1u << lane) - 1));
+                    __syncwarp();
+                    if (e >= 0 && lane == __ffs(same[r]) - 1) mine[e] += __popc(same[r]);
+                    __syncwarp();
+                    if (row < 0) continue;
+                    if (m.slot) m.slot[i] = row;
+                    if (out.p) store_int(out.p, out.dtype, i * out.s0, row);
+                    if (m.tok) m.tok[row] = tok[r];
+                    if (m.prob) m.prob[row] = prob[r];
+                    if (m.prob && row == offset(e0 + e) + count(e0 + e) - 1) // the last row of an expert fills the pads after it
+                        for (int pad = row + 1; pad < offset(e0 + e + 1); pad++) m.tok[pad] = tok[r], m.prob[pad] = 0;
+                }
+            __syncthreads();
+        }
     }
 }
 
@@ -198,23 +258,25 @@ static int sort_blocks(int64_t R, int chunk) { return (int)((R + chunk - 1) / ch
 
 size_t rowmap_part_count(int64_t R, int64_t E) { return (size_t)sort_blocks(R, fmoe_cuda_sort_chunk(R)) * (size_t)E; }
 
-static int place_warps(int64_t E)
-{
-    int warps = kSortWarps;
-    while (warps > 1 && (int64_t)warps * E * 4 > 48 * 1024) warps /= 2;
-    return warps;
-}
+typedef void (*PlaceKernel)(View, View, View, View, int64_t, int64_t, int, uint32_t, int, int, int, RowMap);
 
 void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s)
 {
     const int64_t R = a.T * a.k;
-    const int E = (int)a.E, chunk = fmoe_cuda_sort_chunk(R), blocks = sort_blocks(R, chunk), warps = place_warps(E);
+    const int E = (int)a.E, turn = E < kTurn ? E : kTurn, chunk = fmoe_cuda_sort_chunk(R), blocks = sort_blocks(R, chunk);
     const View none = {}, p = a.p ? *a.p : none;
-    if (blocks) launch_overlapped(sort_count, dim3(blocks), kSortThreads, E * 4, 1, s, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
-    launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
+    const bool few = blocks && E <= kFewExperts && (int64_t)blocks * E <= kFewCounts;
+    if (blocks) launch_overlapped(sort_count, dim3(blocks), kSortThreads, (size_t)turn * 4, 1, s, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
+    if (!few) launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
     if (!blocks) return;
-    const auto place = warps == 8 ? sort_place<8> : warps == 4 ? sort_place<4> : warps == 2 ? sort_place<2> : sort_place<1>;
-    launch_overlapped(place, dim3(blocks), kSortThreads, (size_t)warps * E * 4, 1, s, a.ids, p, map, R, a.k, E, a.flags, chunk, m);
+    int warps = kSortWarps;
+    while (warps > 1 && warps * turn * 4 > 48 * 1024) warps /= 2;
+    const PlaceKernel place = few ? (chunk <= 256 ? sort_place<8, 1, true> : sort_place<8, 4, true>)
+                              : warps == 8 ? sort_place<8, 4, false>
+                              : warps == 4 ? sort_place<4, 4, false>
+                              : warps == 2 ? sort_place<2, 4, false>
+                                           : sort_place<1, 4, false>;
+    launch_overlapped(place, dim3(blocks), kSortThreads, (size_t)warps * turn * 4, 1, s, a.ids, p, map, few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
 }
 
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }
@@ -255,7 +317,7 @@ __global__ void __launch_bounds__(kScanThreads) sizes_scan(View sizes, int E, in
     }
     __syncthreads();
     const bool none = bad;
-    layout(E, 1, m, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); });
+    layout(E, 1, m, true, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); }, [](int, int) {});
 }
 
 void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s)

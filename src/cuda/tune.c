@@ -58,7 +58,6 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 
 int fmoe_cuda_sort_chunk(int64_t R)
 {
-    const int64_t per = (R + 511) / 512;
-    const int64_t chunk = (per + 1023) / 1024 * 1024;
-    return (int)(chunk < 1024 ? 1024 : chunk);
+    const int64_t blocks = R <= 512 * 1024 ? 128 : 512, per = (R + blocks - 1) / blocks;
+    return (int)(per <= 256 ? 256 : (per + 255) / 256 * 256);
 }

@@ -13,6 +13,7 @@ extern "C" {
 enum { FMOE_CUDA_ALIGN = 16 };  /* an expert's segment of rows begins at a multiple of this */
 enum { FMOE_CUDA_SLACK = 128 }; /* entries of the token list past the last row that a tile may look at */
 enum { FMOE_CUDA_TILE_M = 64 }; /* rows of a tile of the general kernels */
+enum { FMOE_CUDA_TOKEN_UNITS = 9 }; /* times 16: the most tokens of a tile of tokens_sm90.cuh */
 
 /* What the choice depends on; filled by cuda.cu from the description and the device. */
 typedef struct fmoe_cuda_shape {
@@ -44,7 +45,7 @@ int fmoe_cuda_use_tokens(int64_t R, int64_t E);
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
-/* Slots a block of the counting sort takes, so that there are at most 512 blocks. */
+/* Slots a block of the counting sort takes: 128 blocks, which add up each other's counts, or 512 that leave that to a scan. */
 int fmoe_cuda_sort_chunk(int64_t R);
 
 #ifdef __cplusplus

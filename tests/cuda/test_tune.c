@@ -56,7 +56,7 @@ int main(void)
     CHECK(fmoe_cuda_use_tokens(4096 * 8, 128) && !fmoe_cuda_use_tokens(8192 * 8, 128));
     for (int64_t R = 1; R < 10000000; R = R * 3 + 1) {
         const int chunk = fmoe_cuda_sort_chunk(R);
-        CHECK(chunk % 1024 == 0 && (R + chunk - 1) / chunk <= 512);
+        CHECK(chunk % 256 == 0 && (R + chunk - 1) / chunk <= (R <= 512 * 1024 ? 128 : 512));
     }
     printf("%d passed, %d failed, 0 skipped\n", passed, failed);
     return failed != 0;

@@ -4,6 +4,8 @@
 #pragma once
 #include "common.cuh"
 
+#include <cmath>
+
 struct Factor {
     float value, slope;
 };
@@ -74,4 +76,61 @@ DEV Factor up_factor(int act, float u, float limit)
     else c = at_most({u, 1.f}, limit);
     if (act == FMOE_ACT_SWIGLU_OAI) c.value += 1.f;
     return c;
+}
+
+// ---- For results of 16 bits, in the epilogues of the products: all sigmoids in one formula,
+//   F(g) = min(c s(c (k0 + k1 c^2)), out_max) with c = min(g, gate_max),   V(u) = clamp(u, up_max) + up_add
+
+enum { FAST_SWIGLU, FAST_SIGMOID, FAST_ERF, FAST_RELU };
+
+struct FastAct {
+    int kind, squared; // squared: of relu
+    float k0, k1, gate_max, out_max, up_max, up_add;
+};
+
+static inline FastAct fast_act(int act, float alpha, float limit)
+{
+    FastAct f = {FAST_SIGMOID, 0, 1.f, 0.f, INFINITY, INFINITY, INFINITY, 0.f};
+    switch (act) {
+    case FMOE_ACT_SWIGLU: f.kind = FAST_SWIGLU; break;
+    case FMOE_ACT_GEGLU:
+    case FMOE_ACT_GELU: f.kind = FAST_ERF; break;
+    case FMOE_ACT_GEGLU_TANH:
+    case FMOE_ACT_GELU_TANH: f.k0 = 1.59576912160573072f, f.k1 = 0.0713548162726009f; break; // 2 sqrt(2 / pi) and 0.044715 of it
+    case FMOE_ACT_REGLU:
+    case FMOE_ACT_RELU: f.kind = FAST_RELU; break;
+    case FMOE_ACT_RELU2: f.kind = FAST_RELU, f.squared = 1; break;
+    case FMOE_ACT_SWIGLU_OAI: f.k0 = alpha, f.up_add = 1.f; // and as the next
+    case FMOE_ACT_SWIGLU_CLAMP: f.gate_max = f.up_max = limit; break;
+    case FMOE_ACT_SWIGLU_CLAMP_OUT: f.out_max = f.up_max = limit; break;
+    default: break;
+    }
+    return f;
+}
+
+template <int KIND> DEV Factor fast_gate(const FastAct &f, float g)
+{
+    if (KIND == FAST_ERF) return gelu_factor(g);
+    if (KIND == FAST_RELU) {
+        const Factor r = relu_factor(g);
+        return f.squared ? Factor{r.value * r.value, 2.f * r.value} : r;
+    }
+    const bool over = g > f.gate_max;
+    const float c = over ? f.gate_max : g, q = c * c, s = sigmoid_fast(c * fmaf(f.k1, q, f.k0)), v = c * s;
+    const float slope = over ? 0.f : s + v * (1.f - s) * fmaf(3.f * f.k1, q, f.k0);
+    return at_most({v, slope}, f.out_max);
+}
+
+DEV Factor fast_up(const FastAct &f, float u)
+{
+    if (u > f.up_max) return {f.up_max + f.up_add, 0.f};
+    if (u < -f.up_max) return {f.up_add - f.up_max, 0.f};
+    return {u + f.up_add, 1.f};
+}
+
+template <int KIND, bool GATED> DEV float fast_value(const FastAct &f, float g, float u)
+{
+    if (KIND == FAST_SWIGLU) return g * sigmoid_fast(g) * u;
+    const float v = fast_gate<KIND>(f, g).value;
+    return GATED ? v * fast_up(f, u).value : v;
 }

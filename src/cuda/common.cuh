@@ -74,6 +74,8 @@ struct Mat {
     int64_t g, r, c;
     int64_t split, delta;
     const MatEntry *list, *list2;
+    int shift;    // a list of equal strides r, c: its matrices lie at p (the lowest) plus multiples of 2^shift bytes; else 0
+    int64_t span; // and the furthest at this multiple
 };
 
 // ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or 1) ----

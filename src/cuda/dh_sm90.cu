@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// dh_sm90.cu - the fused backward product: dout . W2, the slope of SwiGLU, p*a and dp.
+// dh_sm90.cu - the fused backward product: dout . W2, the slope of the activation, p*a and dp.
 #include "gemm_sm90.cuh"
 
 // 256 columns do not fit the registers of 512 threads.

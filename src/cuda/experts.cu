@@ -96,6 +96,7 @@ static Layer make_layer(const fmoe_plan_impl *p, int64_t T, cudaStream_t stream)
     l.k = p->d.k;
     l.R = T * p->d.k;
     l.rows = fmoe_cuda_rows(l.R, l.E, FMOE_CUDA_ALIGN);
+    l.act = fast_act(p->d.act, p->d.act_alpha, p->d.act_limit);
     l.status = FMOE_OK;
     return l;
 }
@@ -130,35 +131,34 @@ static Mat stack_mat(const fmoe_tensor *t)
     return m;
 }
 
-// A list that is a stack after all: same strides, equal distances.
-static bool list_is_stack(const fmoe_tensor *list, int64_t E, size_t size, Mat *m)
-{
-    *m = Mat{};
-    m->p = fmoe_data(&list[0]);
-    m->r = fmoe_stride(&list[0], 0);
-    m->c = fmoe_stride(&list[0], 1);
-    m->split = INT64_MAX;
-    const intptr_t step = E > 1 ? (char *)fmoe_data(&list[1]) - (char *)m->p : 0;
-    if (step < 0 || step % (intptr_t)size) return false;
-    m->g = E > 1 ? step / (intptr_t)size : 0;
-    for (int64_t e = 0; e < E; e++)
-        if ((char *)fmoe_data(&list[e]) != (char *)m->p + e * step || fmoe_stride(&list[e], 0) != m->r || fmoe_stride(&list[e], 1) != m->c) return false;
-    return true;
-}
-
-static bool same_strides(const fmoe_tensor *a, const fmoe_tensor *b, int64_t E)
-{
-    for (int64_t e = 0; e < E; e++)
-        if (fmoe_stride(&a[e], 0) != fmoe_stride(&b[e], 0) || fmoe_stride(&a[e], 1) != fmoe_stride(&b[e], 1)) return false;
-    return true;
-}
-
-static Mat list_mat(const MatEntry *first, const MatEntry *second, int64_t split)
+// A list: a stack after all where the distances are equal, else by a copy of its pointers on the device.
+static Mat list_mat(const Layer &l, const fmoe_tensor *list, size_t size, MatEntry *copy)
 {
     Mat m = {};
-    m.list = first;
-    m.list2 = second;
-    m.split = second ? split : INT64_MAX;
+    m.split = INT64_MAX;
+    m.r = fmoe_stride(&list[0], 0);
+    m.c = fmoe_stride(&list[0], 1);
+    const uintptr_t first = (uintptr_t)fmoe_data(&list[0]), step = l.E > 1 ? (uintptr_t)fmoe_data(&list[1]) - first : 0;
+    uintptr_t low = first, high = first, bits = 0;
+    bool alike = true, even = (intptr_t)step >= 0 && step % size == 0;
+    for (int64_t e = 0; e < l.E; e++) {
+        const uintptr_t p = (uintptr_t)fmoe_data(&list[e]);
+        alike &= fmoe_stride(&list[e], 0) == m.r && fmoe_stride(&list[e], 1) == m.c;
+        even &= p == first + (uintptr_t)e * step;
+        low = p < low ? p : low;
+        high = p > high ? p : high;
+        bits |= p ^ first;
+    }
+    m.p = (void *)low;
+    if (alike && even) {
+        m.g = (int64_t)(step / size);
+        return m;
+    }
+    rowmap_list(copy, list, l.E, l.stream);
+    m.list = copy;
+    if (!alike || !bits) return m;
+    while (!(bits & 1)) bits >>= 1, m.shift++;
+    m.span = (int64_t)((high - low) >> m.shift);
     return m;
 }
 
@@ -184,16 +184,21 @@ static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weig
         }
         return v;
     }
-    const fmoe_tensor *first = p->gated ? w->gate : w->up, *second = p->gated ? w->up : nullptr;
-    v.strided = (!first || list_is_stack(first, l.E, size, &v.part[0])) && (!second || list_is_stack(second, l.E, size, &v.part[1]));
-    if (!p->gated && v.strided) {
-        v.single = true;
-        v.whole = v.part[0];
+    if (!p->gated) {
+        v.single = v.strided = true;
+        v.whole = v.part[0] = list_mat(l, w->up, size, list[0]);
         return v;
     }
-    if (first) rowmap_list(list[0], first, l.E, l.stream);
-    if (second) rowmap_list(list[1], second, l.E, l.stream);
-    v.whole = list_mat(first ? list[0] : nullptr, second ? list[1] : nullptr, l.I);
+    // Either may be absent in a gradient.
+    v.strided = w->gate && w->up;
+    if (w->gate) v.part[0] = list_mat(l, w->gate, size, list[0]);
+    if (w->up) v.part[1] = list_mat(l, w->up, size, list[1]);
+    // The general kernel takes both as one matrix of 2I rows.
+    if (w->gate && !v.part[0].list) rowmap_list(list[0], w->gate, l.E, l.stream);
+    if (w->up && !v.part[1].list) rowmap_list(list[1], w->up, l.E, l.stream);
+    v.whole.list = w->gate ? list[0] : nullptr;
+    v.whole.list2 = w->up ? list[1] : nullptr;
+    v.whole.split = l.I;
     return v;
 }
 
@@ -204,21 +209,8 @@ static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, s
     v.cols = l.I;
     v.parts = 1;
     v.single = v.strided = true;
-    if (w->w2) v.whole = stack_mat(w->w2);
-    else if (!list_is_stack(w->down, l.E, size, &v.whole)) {
-        v.single = v.strided = false;
-        rowmap_list(list, w->down, l.E, l.stream);
-        v.whole = list_mat(list, nullptr, 0);
-    }
-    v.part[0] = v.whole;
+    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : list_mat(l, w->down, size, list);
     return v;
-}
-
-static fmoe_status check_lists(const Layer &l, const fmoe_weights *w)
-{
-    if (w->gate && w->up && !same_strides(w->gate, w->up, l.E))
-        return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: gate and up of one expert have different strides");
-    return FMOE_OK;
 }
 
 // Biases in the order of h.
@@ -271,7 +263,7 @@ static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_a
 {
     const size_t size = fmoe_dtype_size(l.dtype);
     *w1 = w1_weight(l, p, &a->w, list, size);
-    if (p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_BIAS) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
+    if (up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
     if (!w1->single && a->w.w1) {
         l.mixed = true;
         *w1 = w1_weight(l, p, &a->w, list, size);
@@ -321,7 +313,6 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
     Layer l = make_layer(p, a->x->shape[0], stream_of(run));
-    FMOE_TRY(check_lists(l, &a->w));
     if (l.T == 0) return FMOE_OK;
     const size_t size = fmoe_dtype_size(l.dtype);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
@@ -338,11 +329,12 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
     const void *x = fmoe_data(a->x);
     const int64_t ldx = fmoe_stride(a->x, 0);
+    const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
     if (fused) {
-        up_fused(l, x, ldx, w1, h, f.a);
+        up_fused(l, x, ldx, w1, b1, h, f.a);
     } else {
         if (!h) h = f.h;
-        up_product(l, x, ldx, w1, b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr), h);
+        up_product(l, x, ldx, w1, b1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
         act_forward(l.dtype, p->gated, act, l.stream);
@@ -402,7 +394,6 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
     Layer l = make_layer(p, a->x->shape[0], stream_of(run));
-    FMOE_TRY(check_lists(l, &a->w));
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     const int add = run->flags & FMOE_ACCUMULATE ? 1 : 0;
     if (l.T == 0 && add) return FMOE_OK;
@@ -428,8 +419,9 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     int parts = 1;
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down) {
         if (recompute) {
-            if (fused && !w1.single) up_fused(l, x, ldx, w1, h, b.pa);
-            else up_product(l, x, ldx, w1, b1_bias(l, p, bias ? a->w.b1 : nullptr), h);
+            const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
+            if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, h, b.pa);
+            else up_product(l, x, ldx, w1, b1, h);
         }
         if (fused && dh_fused_ok(l, dout, ldd, w2)) {
             parts = dh_fused(l, dout, ldd, w2, h, b.dh, b.pa, b.dp);

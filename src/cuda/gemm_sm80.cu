@@ -36,7 +36,7 @@ template <class T> DEV void mma16816(float (&d)[4], const uint32_t (&a)[4], uint
 // One operand of one block: element (mn, k) of the expert's matrix, whose rows are mn or k.
 struct Side {
     const char *p, *p2; // p2: rows from split on
-    int64_t s_mn, s_k, split, n_mn, n_k;
+    int64_t s_mn, s_k, s_mn2, s_k2, split, n_mn, n_k;
     const int *gather; // on the rows
     int dtype;
     bool rows_k, k_major, vector;
@@ -49,7 +49,8 @@ template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int 
     int64_t r = m.r, c = m.c;
     const char *p = (const char *)m.p + e * m.g * size, *p2 = p + m.delta * size;
     if (m.list) p = (const char *)m.list[e].p, r = m.list[e].r, c = m.list[e].c, p2 = p;
-    if (m.list2) p2 = (const char *)m.list2[e].p; // of the same strides as the first
+    int64_t r2 = r, c2 = c;
+    if (m.list2) p2 = (const char *)m.list2[e].p, r2 = m.list2[e].r, c2 = m.list2[e].c;
     s.rows_k = rows_k;
     s.gather = gather ? gather + row0 : nullptr;
     s.split = m.split;
@@ -58,6 +59,8 @@ template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int 
     s.p2 = p2;
     s.s_mn = rows_k ? c : r;
     s.s_k = rows_k ? r : c;
+    s.s_mn2 = rows_k ? c2 : r2;
+    s.s_k2 = rows_k ? r2 : c2;
     s.n_mn = n_mn;
     s.n_k = n_k;
     s.dtype = dtype;
@@ -67,7 +70,7 @@ template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int 
     const bool unit = s.k_major ? s.s_k == 1 : s.s_mn == 1;
     const bool along_rows = s.k_major == rows_k; // chunks run along the rows: gather and split cut them
     s.vector = unit && lead % V == 0 && ((uintptr_t)s.p | (uintptr_t)s.p2) % 16 == 0 && size == (int)sizeof(T) &&
-               !(along_rows && (gather || s.split % V != 0));
+               !(along_rows && (gather || s.split % V != 0)) && r == r2 && c == c2;
     return s;
 }
 
@@ -76,9 +79,12 @@ DEV const char *side_at(const Side &s, int64_t mn, int64_t k, int size)
     int64_t row = s.rows_k ? k : mn;
     const int64_t col = s.rows_k ? mn : k;
     const char *p = s.p;
+    int64_t sr = s.rows_k ? s.s_k : s.s_mn, sc = s.rows_k ? s.s_mn : s.s_k;
     if (s.gather) row = s.gather[row];
-    else if (row >= s.split) p = s.p2, row -= s.split;
-    const int64_t sr = s.rows_k ? s.s_k : s.s_mn, sc = s.rows_k ? s.s_mn : s.s_k;
+    else if (row >= s.split) {
+        p = s.p2, row -= s.split;
+        sr = s.rows_k ? s.s_k2 : s.s_mn2, sc = s.rows_k ? s.s_mn2 : s.s_k2;
+    }
     return p + (row * sr + col * sc) * size;
 }
 

@@ -7,7 +7,8 @@
 //
 // Rows are grouped by expert in segments that begin at multiples of 16. A warp's results are blocks of 16 rows, and a contraction over
 // rows advances by 16, so no tile edge needs a mask: what lies past a segment is computed and not stored, or not multiplied at all.
-// Columns past the end are zero-filled and clipped by TMA.
+// Columns past the end are zero-filled and clipped by TMA. (Groups that begin anywhere, those of a grouped matmul: tokens_sm90.cuh, and
+// for the weight gradient a producer that clears the rows past the end.)
 #pragma once
 #include "act.cuh"
 #include "sched_sm90.cuh"
@@ -25,22 +26,23 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr Epilogue EPI = EPI_;
     static constexpr bool WGRAD = A >= A_T, GATHER_A = A == A_GATHER || A == A_T_GATHER, GATHER_B = B == B_T_GATHER, GATHER = GATHER_A || GATHER_B;
     static constexpr bool EPI_WG = EPI == EPI_DGLU; // a warpgroup of its own does the epilogue
+    static constexpr bool RAGGED = WGRAD && !GATHER; // an expert's rows begin and end anywhere
     static constexpr int TA = WGRAD, TB = B >= B_NMAJOR;
     static constexpr int WG_M = BM / 2, SUB = WG_M / 64; // rows of a consumer warpgroup
     static constexpr int A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
-    static constexpr int ZEROS = STAGES * STAGE;                    // weight gradients: 2 KB of zeros
-    static constexpr int STAGING_AT = ZEROS + (WGRAD ? 2048 : 0);
+    static constexpr int STAGING_AT = STAGES * STAGE;
     static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
     static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : 232, REG_EPILOGUE = 152;
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : RAGGED ? 56 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : RAGGED ? 224 : 232, REG_EPILOGUE = 152;
     static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
 };
 
 struct Tile {
     int e, part, m0, n0, steps, tail, row0, end; // steps of 64 in k and (weight gradients) `tail` more of 16
+    int past;                                    // ragged: of the last step, the first row that is not the expert's; 0: none
     int share_a, share_b, live;
 };
 
@@ -79,9 +81,10 @@ template <class C> struct Scheduler {
                 t.share_b = 1;
                 if (m >= rows) m = rows - 1, t.live = 0;
             }
-            const int count = offset_of<C>(p, e + 1) - offset_of<C>(p, e);
-            t.steps = count / 64;
-            t.tail = count % 64 / 16;
+            const int count = offset_of<C>(p, e + 1) - offset_of<C>(p, e), units = (count + 15) / 16;
+            t.steps = units / 4;
+            t.tail = units % 4;
+            t.past = count % 16 ? count % 64 : 0;
             t.part = m >= per_part; // at most two parts
             t.m0 = t.row0 = (m - t.part * per_part) * C::BM;
             t.end = p.M;
@@ -119,8 +122,9 @@ template <class C> struct Scheduler {
     }
 };
 
-// The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction.
-template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank)
+// The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction; z: where
+// the expert's weights are.
+template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank, const int (&z)[2])
 {
     const uint32_t b = a + C::A_BYTES;
     if constexpr (!C::GATHER_A) {
@@ -144,8 +148,8 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
                 x = t.n0 + 64 * i;
                 if (t.share_b) tma_load2_multicast(b + i * BYTES, &p.b[0], bar, x, krow, 3);
                 else tma_load2(b + i * BYTES, &p.b[0], bar, x, krow);
-            } else if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, t.e, 3);
-            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, t.e);
+            } else if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, z[which], 3);
+            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, z[which]);
         }
     }
 }
@@ -154,20 +158,36 @@ struct Ring {
     uint32_t base, full, empty; // of shared memory
 };
 
-template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring)
+template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t cut)
 {
-    if (threadIdx.x != 0) return;
-    const int rank = cluster_rank();
+    if (threadIdx.x >= (C::RAGGED ? 32 : 1)) return;
+    const int rank = cluster_rank(), lane = threadIdx.x;
     Scheduler<C> sched(p);
     Tile t;
     int s = 0, phase = 1;
+    uint32_t cut_phase = 0;
     while (sched.next(t)) {
         const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? offset_of<C>(p, t.e) : 0;
+        const int z[2] = {C::WGRAD ? 0 : place_of(p.place_b[0], t.e), C::WGRAD ? 0 : place_of(p.place_b[1], t.e)};
         int part = 0, k = 0;
         for (int i = 0; i < steps; i++) {
+            const bool past = C::RAGGED && t.past && i + 1 == steps;
+            const uint32_t full = ring.full + 8 * s, bar = past ? cut + 8 * s : full, stage = ring.base + s * C::STAGE;
             mbar_wait(ring.empty + 8 * s, phase);
-            mbar_expect(ring.full + 8 * s, C::TX_BYTES);
-            load_stage<C>(p, t, part, k, krow + 64 * i, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+            if (lane == 0) {
+                mbar_expect(bar, C::TX_BYTES);
+                load_stage<C>(p, t, part, k, krow + 64 * i, stage, bar, rank, z);
+            }
+            if (past) { // the rows of the next group become zeros before anybody sees the stage
+                mbar_wait(bar, cut_phase >> s & 1);
+                cut_phase ^= 1u << s;
+                const int rows = -t.past & 15;
+                for (int r = lane / 8; r < rows * (C::STAGE / 8192); r += 4)
+                    asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(stage + r / rows * 8192 + (t.past + r % rows) * 128 + lane % 8 * 16), "r"(0) : "memory");
+                fence_async();
+                __syncwarp();
+                if (lane == 0) mbar_arrive(full);
+            }
             if (++k == p.k_steps && !C::WGRAD) k = 0, part++;
             if (++s == C::STAGES) s = 0, phase ^= 1;
         }
@@ -185,12 +205,12 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
     const T *x = (const T *)p.x + c * 8;
     Scheduler<C> sched(p);
     Tile t, ahead;
-    int s = 0, phase = 1;
+    int s = 0, phase = 1, z[2] = {0, 0};
     auto begin = [&](int k, int krow) {
         mbar_wait(ring.empty + 8 * s, phase);
         if (thread == 0) {
             mbar_expect(ring.full + 8 * s, C::TX_BYTES);
-            load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+            load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
         }
     };
     auto end = [&] {
@@ -210,6 +230,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
             const T *src[8];
 #pragma unroll
             for (int i = 0; i < 8; i++) src[i] = x + (size_t)tok[i] * p.ldx;
+            z[0] = place_of(p.place_b[0], t.e), z[1] = place_of(p.place_b[1], t.e);
             more = sched.next(ahead);
             if (more) load_tokens();
             for (int k0 = 0; k0 < t.steps; k0 += 2) {
@@ -286,7 +307,7 @@ template <class C> struct Stores {
 template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (&acc)[C::SUB][C::BN / 2], int row_wg, int warp, int lane, Stores<C> &out)
 {
     typedef typename C::T T;
-    const int shift = C::WGRAD && p.flat ? t.e * p.M : 0;
+    const int shift = C::WGRAD && p.flat ? t.e * p.M : 0, z = C::WGRAD ? place_of(p.place_d[t.part], t.e) : 0;
 #pragma unroll
     for (int sub = 0; sub < C::SUB; sub++) {
         const int row = t.row0 + row_wg + sub * 64 + warp * 16;
@@ -308,11 +329,11 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
         } else if constexpr (C::EPI == EPI_STORE_F32) {
 #pragma unroll
             for (int c = 0; c < C::BN / 32; c++)
-                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row + shift, t.e, p.add, p.flat);
+                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row + shift, z, p.add, p.flat);
         } else {
 #pragma unroll
             for (int c = 0; c < C::BN / 64; c++)
-                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c, row + shift, t.e,
+                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c, row + shift, z,
                         C::WGRAD && p.add, C::WGRAD ? p.flat : true);
         }
     }
@@ -328,8 +349,6 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     float acc[C::SUB][C::BN / 2];
     int s = 0, phase = 0;
     uint32_t handed = 0;
-    // 16 k of 64 mn, all zeros; without a stride along mn every part of the operand is this block.
-    const uint64_t zeros = (uint64_t)(((ring.base + C::ZEROS) & 0x3ffff) >> 4) | (64ull << 32) | (1ull << 62);
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
     };
@@ -358,31 +377,30 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
 #pragma unroll
                 for (int i = 0; i < C::BN / 2; i++) acc[m][i] = 0;
         int last = 0;
-        auto step = [&](int k, auto tail) {
+        auto step = [&](int k, auto depth) { // depth: of 16
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async(); // cp.async wrote through the generic proxy
             const uint32_t a = ring.base + s * C::STAGE, b = a + C::A_BYTES;
             const uint64_t da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128), db = C::TB ? descriptor_mn(b) : descriptor_k(b);
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < 4; kk++)
+            for (int kk = 0; kk < depth.value; kk++)
 #pragma unroll
-                for (int m = 0; m < C::SUB; m++) {
-                    uint64_t x = da + m * 512 + kk * (C::TA ? 128 : 2), y = db + kk * (C::TB ? 128 : 2);
-                    if (tail.value && kk >= t.tail) x = y = zeros;
-                    wgmma<T, C::BN, C::TA, C::TB>(acc[m], x, y, (k | kk) != 0);
-                }
+                for (int m = 0; m < C::SUB; m++)
+                    wgmma<T, C::BN, C::TA, C::TB>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * (C::TB ? 128 : 2), (k | kk) != 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (k) release(last);
             last = s;
             advance();
         };
-        for (int k = 0; k < t.steps; k++) step(k, std::false_type());
-        // Of the last rows of an expert only whole 16s are its own: for the rest both operands are zeros. (A branch around some of
-        // the products would make the compiler run all of them one by one.)
-        if constexpr (C::WGRAD)
-            for (int k = t.steps; k < steps; k++) step(k, std::true_type());
+        for (int k = 0; k < t.steps; k++) step(k, std::integral_constant<int, 4>());
+        // Of the last rows of an expert only whole 16s are its own.
+        if constexpr (C::WGRAD) {
+            if (t.tail == 1) step(t.steps, std::integral_constant<int, 1>());
+            if (t.tail == 2) step(t.steps, std::integral_constant<int, 2>());
+            if (t.tail == 3) step(t.steps, std::integral_constant<int, 3>());
+        }
         more = sched.next(ahead); // while the last products run
         known = true;
         wgmma_wait<0>();
@@ -406,12 +424,29 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     if (!C::EPI_WG && lane == 0) tma_wait<0>();
 }
 
-// Epilogue warpgroup of the fused backward: from d = dout . W2 (rounded to 16 bits in shared memory) and h to dh, p*a and a part of
-// dp = <d, a>. Warp w takes the 16 rows of warp w of each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines.
-template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
+// One element of the fused backward: d = <dout, W2>, p, gate and up to dh, p*a and a term of dp.
+struct Slopes {
+    float gate, up, pa, dp;
+};
+template <int KIND> DEV Slopes slopes(const Sm90Args &p, float d, float prob, float g, float u)
+{
+    if (KIND == FAST_SWIGLU) {
+        const float s = sigmoid_fast(g), l = g * s, a = l * u, dp = d * prob;
+        return {dp * u * (s + l * (1.f - s)), dp * l, a * prob, d * a};
+    }
+    const Factor f = fast_gate<KIND>(p.act, g), v = p.gated ? fast_up(p.act, u) : Factor{1.f, 0.f};
+    const float a = f.value * v.value, dp = d * prob;
+    return {dp * v.value * f.slope, dp * f.value * v.slope, a * prob, d * a};
+}
+
+// Epilogue warpgroup of the fused backward: from d (rounded to 16 bits in shared memory) and h. Warp w takes the 16 rows of warp w of
+// each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines.
+template <class C, int KIND> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
+    const bool gated = KIND == FAST_SWIGLU || p.gated;
+    const size_t pitch = gated ? 2 * (size_t)p.N : p.N;
     const T *h = (const T *)p.h_in;
     T *dh = (T *)p.dh, *pa = (T *)p.pa;
     Scheduler<C> sched(p);
@@ -422,9 +457,12 @@ template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t
         uint4 hg[4], hu[4];
         auto load_h = [&](int wg, int c) {
             if (t.n0 + 64 * c + lc >= p.N) return;
-            const T *q = h + (size_t)(t.row0 + wg * 64 + warp * 16 + lr) * 2 * p.N + t.n0 + 64 * c + lc;
+            const T *q = h + (size_t)(t.row0 + wg * 64 + warp * 16 + lr) * pitch + t.n0 + 64 * c + lc;
 #pragma unroll
-            for (int i = 0; i < 4; i++, q += 8 * (size_t)p.N) hg[i] = __ldcs((const uint4 *)q), hu[i] = __ldcs((const uint4 *)(q + p.N));
+            for (int i = 0; i < 4; i++, q += 4 * pitch) {
+                hg[i] = __ldcs((const uint4 *)q);
+                if (gated) hu[i] = __ldcs((const uint4 *)(q + p.N));
+            }
         };
         const bool mine[2] = {t.live && t.row0 + warp * 16 < t.end, t.live && t.row0 + 64 + warp * 16 < t.end};
         if (mine[0]) load_h(0, 0);
@@ -456,17 +494,16 @@ template <class C> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
                         const float2 x = unpack2<T>(xp[j]), g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
-                        const float sx = sigmoid_fast(g.x), sy = sigmoid_fast(g.y), lx = g.x * sx, ly = g.y * sy; // silu
-                        const float ax = lx * u.x, ay = ly * u.y, dx = x.x * prob[i], dy = x.y * prob[i];
-                        dot[i] += x.x * ax + x.y * ay;
-                        oap[j] = pack2<T>(ax * prob[i], ay * prob[i]);
-                        oup[j] = pack2<T>(dx * lx, dy * ly);
-                        ogp[j] = pack2<T>(dx * u.x * (sx + lx * (1.f - sx)), dy * u.y * (sy + ly * (1.f - sy)));
+                        const Slopes v = slopes<KIND>(p, x.x, prob[i], g.x, u.x), w = slopes<KIND>(p, x.y, prob[i], g.y, u.y);
+                        dot[i] += v.dp + w.dp;
+                        oap[j] = pack2<T>(v.pa, w.pa);
+                        oup[j] = pack2<T>(v.up, w.up);
+                        ogp[j] = pack2<T>(v.gate, w.gate);
                     }
                     const size_t r = row + 4 * i + lr;
-                    T *o = dh + r * 2 * p.N + t.n0 + 64 * c + lc;
+                    T *o = dh + r * pitch + t.n0 + 64 * c + lc;
                     *(uint4 *)o = og;
-                    *(uint4 *)(o + p.N) = ou;
+                    if (gated) *(uint4 *)(o + p.N) = ou;
                     *(uint4 *)(pa + r * p.N + t.n0 + 64 * c + lc) = oa;
                 }
             }
@@ -500,24 +537,27 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
         if (!C::GATHER_B) tma_prefetch(&p.b[0]);
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
-    if (C::WGRAD && threadIdx.x < 128) ((uint4 *)(smem + C::ZEROS))[threadIdx.x] = make_uint4(0, 0, 0, 0);
     depend_launch();
     depend_wait();
     if (p.off_shared)
         for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
-    fence_async(); // the zeros are read by wgmma
     __syncthreads();
     cluster_sync();
     if (threadIdx.x < 128) {
         registers_down<C::REG_PRODUCER>();
         if constexpr (C::GATHER) producer_gather<C>(p, ring);
-        else producer_tma<C>(p, ring);
+        else producer_tma<C>(p, ring, tile_full);
     } else if (!C::EPI_WG || threadIdx.x < 384) {
         registers_up<C::REG_CONSUMER>();
         consumer<C>(p, ring, tile_full, tile_empty);
     } else if constexpr (C::EPI_WG) {
         registers_up<C::REG_EPILOGUE>();
-        epilogue_dglu<C>(p, ring, tile_full, tile_empty);
+        switch (p.act.kind) {
+        case FAST_SWIGLU: epilogue_dglu<C, FAST_SWIGLU>(p, ring, tile_full, tile_empty); break;
+        case FAST_SIGMOID: epilogue_dglu<C, FAST_SIGMOID>(p, ring, tile_full, tile_empty); break;
+        case FAST_ERF: epilogue_dglu<C, FAST_ERF>(p, ring, tile_full, tile_empty); break;
+        default: epilogue_dglu<C, FAST_RELU>(p, ring, tile_full, tile_empty); break;
+        }
     }
     __syncthreads();
     cluster_sync();
@@ -533,6 +573,7 @@ template <class C> static cudaError_t sm90_setup_one()
 template <class C> static cudaError_t sm90_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
 {
     static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
+    static_assert(C::B > B_GLU || C::BN / 2 == SM90_BOX, "boxes of weights are half a tile");
     const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
     p.off_shared = all <= SM90_MAX_SMEM;
     return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);

@@ -2,6 +2,7 @@
 // ops.cu - route, permute, unpermute, grouped matmul and activation behind the backend table.
 #include "ops.cuh"
 
+#include "products.cuh"
 #include "route.cuh"
 
 static constexpr size_t kAlign = 256;
@@ -212,7 +213,34 @@ static GemmArgs gmm_args(const Groups &g, int64_t R)
 
 static int is_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F32; }
 
-static void gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
+// The groups as the Hopper products want them.
+static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
+{
+    Layer l = {};
+    l.plan = plan_of(p);
+    l.stream = s;
+    l.dtype = p->d.dtype;
+    l.E = g.E;
+    l.R = l.rows = g.map.off ? g.x->shape[0] : 0; // without a row map it is the general kernel's
+    l.map = g.map;
+    l.ragged = true;
+    return l;
+}
+
+static Weight gmm_weight(const Groups &g)
+{
+    Weight w = {};
+    w.whole = matrix(g.w, g.stacked);
+    w.parts = 1;
+    w.single = true;
+    w.rows = g.w->shape[g.stacked];
+    w.cols = g.w->shape[g.stacked + 1];
+    return w;
+}
+
+static Rows gmm_rows(const fmoe_tensor *t) { return Rows{fmoe_stride(t, 1) == 1 ? fmoe_data(t) : nullptr, t->shape[1], fmoe_stride(t, 0)}; }
+
+static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
 {
     GemmArgs a = gmm_args(g, g.x->shape[0]);
     a.A = matrix(g.x, 0);
@@ -222,20 +250,25 @@ static void gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, cudaStr
     a.K = g.w->shape[g.stacked];
     a.N = g.w->shape[g.stacked + 1];
     a.out_f32 = is_f32(g.y);
+    Bias b = {};
     if (g.bias) {
-        a.bias = fmoe_data(g.bias);
+        b.p = a.bias = fmoe_data(g.bias);
         a.bias_dtype = fmoe_tensor_dtype(g.bias);
-        a.bias_g = g.stacked ? fmoe_stride(g.bias, 0) : 0;
-        a.bias_n = fmoe_stride(g.bias, g.stacked);
-        a.bias_split = INT64_MAX;
+        b.g = a.bias_g = g.stacked ? fmoe_stride(g.bias, 0) : 0;
+        b.n = a.bias_n = fmoe_stride(g.bias, g.stacked);
+        b.split = a.bias_split = INT64_MAX;
     }
-    gemm_sm80(p->d.dtype, a, s);
+    Layer l = gmm_layer(p, g, s);
+    const bool same = !a.out_f32 && (!g.bias || a.bias_dtype == l.dtype);
+    if (!same || !gmm_rows_hopper(l, gmm_rows(g.x), gmm_weight(g), true, b, gmm_rows(g.y))) gemm_sm80(p->d.dtype, a, s);
+    return l.status;
 }
 
-static void gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, cudaStream_t s)
+static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, cudaStream_t s)
 {
     const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = g.x->shape[0];
     const int add = (flags & FMOE_ACCUMULATE) != 0;
+    Layer l = gmm_layer(p, g, s);
     if (g.dx) {
         GemmArgs a = gmm_args(g, R);
         a.A = matrix(g.dy, 0);
@@ -246,7 +279,8 @@ static void gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32
         a.N = K;
         a.out_f32 = is_f32(g.dx);
         a.accumulate = (flags & FMOE_ADD_DX) != 0;
-        gemm_sm80(p->d.dtype, a, s);
+        const bool same = !a.a_f32 && !a.out_f32 && !a.accumulate;
+        if (!same || !gmm_rows_hopper(l, gmm_rows(g.dy), gmm_weight(g), false, Bias{}, gmm_rows(g.dx))) gemm_sm80(p->d.dtype, a, s);
         if (g.map.off && !a.accumulate) {
             const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
             zero_rows(a.D.p, R, K * size, a.D.r * size, g.map.off + g.E, s);
@@ -263,7 +297,8 @@ static void gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32
         a.N = g.dw->shape[g.stacked + 1];
         a.out_f32 = is_f32(g.dw);
         a.accumulate = add;
-        gemm_sm80(p->d.dtype, a, s);
+        // Adding in 16 bits would round twice there.
+        if (a.b_f32 || (add && !a.out_f32) || !gmm_wgrad_hopper(l, gmm_rows(g.x), gmm_rows(g.dy), a.D, a.out_f32, add)) gemm_sm80(p->d.dtype, a, s);
     }
     if (g.dbias) {
         ColsumArgs a = {};
@@ -282,6 +317,7 @@ static void gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32
         a.out_split = INT64_MAX;
         colsum_rows(a, s);
     }
+    return l.status;
 }
 
 static const fmoe_tensor *nth(const fmoe_tensor *t, int64_t i) { return t ? t + i : nullptr; }
@@ -292,20 +328,18 @@ static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, cons
     if (a->list) {
         for (int64_t i = 0; i < p->d.E; i++) {
             const Groups g = {nth(a->x, i), nth(a->w, i), nth(a->bias, i), nth(a->y, i), nth(a->dy, i), nth(a->dx, i), nth(a->dw, i), nth(a->dbias, i), 0, {}, 1};
-            if (forward) gmm_forward_groups(p, g, s);
-            else gmm_backward_groups(p, g, run->flags, s);
+            FMOE_TRY(forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s));
         }
         return fmoe_cuda_launched("grouped matmul");
     }
     const int64_t R = a->x->shape[0];
     Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, 1, {}, p->d.E};
-    if (a->sizes) {
+    if (a->sizes || plan->path == FMOE_PATH_SM90) {
         fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
         g.map = carve_groups(&c, R, p->d.E);
         rowmap_from_sizes(view(a->sizes), p->d.E, R, a->cumulative, g.map, plan->error_dev, s);
     }
-    if (forward) gmm_forward_groups(p, g, s);
-    else gmm_backward_groups(p, g, run->flags, s);
+    FMOE_TRY(forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s));
     return fmoe_cuda_launched("grouped matmul");
 }
 

@@ -14,46 +14,55 @@ static bool done(Layer &l, cudaError_t e)
 
 // ---- Tensor maps ----
 
-// Weights of one part: rows n, columns k. K-major {k, n, e} in boxes of 64 x 128, N-major {n, k, e} in boxes of 64 x 64; the
+// The matrices of a list lie at multiples of 2^shift bytes: those are the outermost dimension then, of which each expert has its
+// place. (16 bytes is the least stride of a map.)
+static bool place(const Mat &w, int64_t size, const Layer &l, Place *q, int64_t *count, int64_t *stride)
+{
+    *q = Place{w.list, (uintptr_t)w.p, w.shift};
+    *count = w.list ? w.span + 1 : l.E;
+    *stride = w.list ? ((int64_t)1 << w.shift) / size : w.g;
+    return !w.list || (w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX);
+}
+
+// Weights of one part: rows n, columns k. K-major {k, n, e}, N-major {n, k, e}, boxes of 64 x `box_rows` (N-major: 64 x 64); the
 // names are those of the product in which rows are n. `swap`: rows are the contraction.
 struct WeightMap {
     bool ok, n_major;
 };
-static WeightMap weight_map(CUtensorMap *m, const Layer &l, const Mat &w, int64_t rows, int64_t cols, bool swap)
+static WeightMap weight_map(Sm90Args &a, int i, const Layer &l, const Mat &w, int64_t rows, int64_t cols, bool swap, int box_rows)
 {
     const bool unit_cols = w.c == 1, unit_rows = w.r == 1;
-    if (!unit_cols && !unit_rows) return {false, false};
+    int64_t count, step;
+    if ((!unit_cols && !unit_rows) || !place(w, 2, l, &a.place_b[i], &count, &step)) return {false, false};
     // The contiguous dimension is the inner one; whether that is k or n decides the product.
-    const int64_t dim[3] = {unit_cols ? cols : rows, unit_cols ? rows : cols, l.E}, stride[3] = {1, unit_cols ? w.r : w.c, w.g};
+    const int64_t dim[3] = {unit_cols ? cols : rows, unit_cols ? rows : cols, count}, stride[3] = {1, unit_cols ? w.r : w.c, step};
     const bool n_major = unit_cols == swap;
-    const int box[3] = {64, n_major ? 64 : 128, 1};
-    return {sm90_map(m, l.dtype, w.p, dim, stride, box), n_major};
+    const int box[3] = {64, n_major ? 64 : box_rows, 1};
+    return {sm90_map(&a.b[i], l.dtype, w.p, dim, stride, box), n_major};
 }
 
 // Rows of an activation: {column, row}, boxes of 64 columns x `box_rows` rows.
-static bool rows_map2(CUtensorMap *m, const Layer &l, const void *p, int64_t cols, int box_rows) { return sm90_map2(m, l.dtype, p, cols, l.rows, cols, 64, box_rows); }
+static bool rows_map2(CUtensorMap *m, const Layer &l, const Rows &x, int box_rows) { return sm90_map2(m, l.dtype, x.p, x.cols, l.rows, x.ld, 64, box_rows); }
 
 // And with the column cut in parts: {column, part, row}.
-static bool rows_map(CUtensorMap *m, const Layer &l, const void *p, int64_t cols, int64_t parts, int box_rows)
+static bool rows_map(CUtensorMap *m, const Layer &l, const Rows &x, int64_t parts, int box_rows)
 {
-    const int64_t dim[3] = {cols / parts, parts, l.rows}, stride[3] = {1, cols / parts, cols};
+    const int64_t dim[3] = {x.cols / parts, parts, l.rows}, stride[3] = {1, x.cols / parts, x.ld};
     const int box[3] = {64, 1, box_rows};
-    return sm90_map(m, l.dtype, p, dim, stride, box);
+    return sm90_map(m, l.dtype, x.p, dim, stride, box);
 }
 
 // Weight gradient {n, m, e}: rows m, columns n, boxes of 128 bytes x 16.
-static bool grad_map(CUtensorMap *m, const Layer &l, const Mat &w, int64_t rows, int64_t cols, int f32)
+static bool grad_map(Sm90Args &a, int i, const Layer &l, const Mat &w, int64_t rows, int64_t cols, int f32)
 {
-    const int64_t dim[3] = {cols, rows, l.E}, stride[3] = {w.c, w.r, w.g};
+    int64_t count, step;
+    if (w.c != 1 || !place(w, f32 ? 4 : 2, l, &a.place_d[i], &count, &step)) return false;
+    const int64_t dim[3] = {cols, rows, count}, stride[3] = {1, w.r, step};
     const int box[3] = {f32 ? 32 : 64, 16, 1};
-    return sm90_map(m, f32 ? FMOE_F32 : l.dtype, w.p, dim, stride, box);
+    return sm90_map(&a.d[i], f32 ? FMOE_F32 : l.dtype, w.p, dim, stride, box);
 }
 
-static bool gather_ok(const Layer &l, const void *x, int64_t ldx)
-{
-    (void)l;
-    return (uintptr_t)x % 16 == 0 && ldx % 8 == 0;
-}
+static bool gather_ok(const void *x, int64_t ldx) { return (uintptr_t)x % 16 == 0 && ldx % 8 == 0; }
 
 static Sm90Args base_args(const Layer &l)
 {
@@ -63,6 +72,8 @@ static Sm90Args base_args(const Layer &l)
     a.prob = l.map.prob;
     a.E = (int)l.E;
     a.parts = 1;
+    a.act = l.act;
+    a.ragged = l.ragged;
     return a;
 }
 
@@ -105,38 +116,43 @@ static void set_bias(GemmArgs &g, const Bias &b)
     g.bias_delta = b.delta;
 }
 
-// Rows (gathered or not) times weights, on either kernel. rows_k: the contraction runs over the rows of the weight.
+// Rows (gathered or not) times weights on Hopper. rows_k: the contraction runs over the rows of the weight.
+static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
+{
+    if (!hopper(l) || !x.p || !out.p || (b.p && b.split != INT64_MAX)) return false;
+    Sm90Args a = base_args(l);
+    // The contraction may be cut in two parts (gate and up); a result may not.
+    const bool cut = !w.single && rows_k && w.strided && w.parts == 2 && !gathered;
+    const int parts = cut ? 2 : 1;
+    if (!w.single && !cut) return false;
+    // Gathered rows, biases, ragged groups, and parts of the contraction that are not whole steps are the tokens kernel's.
+    a.tokens = gathered || l.ragged || fmoe_cuda_use_tokens(l.R, l.E) || (x.cols / parts) % 64 != 0 || b.p;
+    bool n_major = false;
+    for (int i = 0; i < parts; i++) {
+        const WeightMap m = weight_map(a, i, l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k, SM90_BOX);
+        if (!m.ok || (i && m.n_major != n_major)) return false;
+        n_major = m.n_major;
+    }
+    if (gathered ? !gather_ok(x.p, x.ld) || x.cols % 64 != 0 : a.tokens ? !rows_map(&a.a, l, x, parts, 64) || !rows_map(&a.a16, l, x, parts, 16) : !rows_map2(&a.a, l, x, 64)) return false;
+    if (!(a.tokens ? rows_map(&a.d[0], l, out, 1, 16) : rows_map2(&a.d[0], l, out, 16))) return false;
+    if (l.ragged && !rows_map(&a.d[1], l, out, 1, 1)) return false;
+    if (gathered) gather_from(a, x.p, x.ld);
+    a.N = (int)out.cols;
+    a.parts = parts;
+    a.k_steps = steps(x.cols / parts);
+    a.bias = b.p;
+    a.bias_g = (size_t)b.g;
+    a.bias_n = b.n;
+    const Sm90Product product = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
+    return done(l, sm90_launch(product, l.dtype, 0, a, l.plan->sms, l.stream));
+}
+
+bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, out); }
+
 static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, int64_t K, const Weight &w, bool rows_k, const Bias &b, void *out)
 {
     const int64_t N = rows_k ? w.cols : w.rows;
-    if (hopper(l) && (!b.p || (b.n == 1 && b.split == INT64_MAX))) {
-        Sm90Args a = base_args(l);
-        // The contraction may be cut in two parts (gate and up); a result may not.
-        const bool whole = w.single, cut = !whole && rows_k && w.strided && w.parts == 2 && !gathered;
-        const int parts = cut ? 2 : 1;
-        bool ok = whole || cut, n_major = false;
-        for (int i = 0; ok && i < parts; i++) {
-            const WeightMap m = weight_map(&a.b[i], l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k);
-            ok = m.ok && (i == 0 || m.n_major == n_major);
-            n_major = m.n_major;
-        }
-        // Gathered rows, biases, and parts of the contraction that are not whole steps are the tokens kernel's.
-        a.tokens = gathered || fmoe_cuda_use_tokens(l.R, l.E) || (K / parts) % 64 != 0 || b.p;
-        if (gathered) ok = ok && gather_ok(l, x, ldx) && K % 64 == 0;
-        else ok = ok && (a.tokens ? rows_map(&a.a, l, x, K, parts, 64) && rows_map(&a.a16, l, x, K, parts, 16) : rows_map2(&a.a, l, x, K, 64));
-        ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, N, 1, 16) : rows_map2(&a.d[0], l, out, N, 16));
-        if (ok) {
-            if (gathered) gather_from(a, x, ldx);
-            a.N = (int)N;
-            a.parts = parts;
-            a.k_steps = steps(K / parts);
-            a.bias = b.p;
-            a.bias_g = (size_t)b.g;
-            const Sm90Product product = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
-            done(l, sm90_launch(product, l.dtype, 0, a, l.plan->sms, l.stream));
-            return;
-        }
-    }
+    if (rows_hopper(l, Rows{x, K, ldx}, gathered, w, rows_k, b, Rows{out, N, N})) return;
     GemmArgs g = general(l);
     g.A = rows_mat(x, ldx);
     g.gather_a = gathered ? l.map.tok : nullptr;
@@ -174,29 +190,25 @@ void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr)
 // No launch, no map: only what the operands say, so that forward and backward decide alike.
 static bool kmajor_ok(const Mat &w)
 {
-    return w.c == 1 && w.r % 8 == 0 && w.g % 8 == 0 && (uintptr_t)w.p % 16 == 0;
+    return w.c == 1 && w.r % 8 == 0 && (w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : w.g % 8 == 0) && (uintptr_t)w.p % 16 == 0;
 }
 
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1)
 {
-    // Gate and up must lie one after the other: they are read as one tensor.
-    return l.plan->path == FMOE_PATH_SM90 && w1.strided && w1.parts == 2 && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) && gather_ok(l, x, ldx) &&
-           (char *)w1.part[1].p > (char *)w1.part[0].p && w1.part[0].r == w1.part[1].r && (l.E == 1 || w1.part[0].g == w1.part[1].g);
+    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx)) return false;
+    return w1.parts == 2 ? w1.strided && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) : w1.single && kmajor_ok(w1.whole);
 }
 
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, void *a_out)
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h, void *a_out)
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
-    const int64_t half = ((char *)w1.part[1].p - (char *)w1.part[0].p) / 2;
-    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0;
-    bool ok;
-    if (a.tokens)
-        ok = sm90_map_glu(&a.b[0], l.dtype, w1.part[0].p, l.H, l.I, l.E, w1.part[0].r, half, w1.part[0].g) && rows_map(&a.d[0], l, a_out, l.I, 1, 16) &&
-             (!h || rows_map(&a.h, l, h, 2 * l.I, 2, 16));
-    else
-        ok = weight_map(&a.b[0], l, w1.part[0], l.I, l.H, false).ok && weight_map(&a.b[1], l, w1.part[1], l.I, l.H, false).ok && rows_map2(&a.d[0], l, a_out, l.I, 16) &&
-             (!h || rows_map2(&a.h, l, h, 2 * l.I, 16));
+    const bool gated = w1.parts == 2;
+    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !gated || l.act.kind != FAST_SWIGLU || b1.p;
+    const int box = a.tokens ? SM90_BOX_ACT : SM90_BOX;
+    const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
+    bool ok = weight_map(a, 0, l, gated ? w1.part[0] : w1.whole, l.I, l.H, false, box).ok && (!gated || weight_map(a, 1, l, w1.part[1], l.I, l.H, false, box).ok);
+    ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, 1, 16) && (!h || rows_map(&a.h, l, kept, w1.parts, 16)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h, l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
         return;
@@ -205,25 +217,30 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, v
     a.keep_h = h != nullptr;
     a.N = (int)l.I;
     a.k_steps = steps(l.H);
-    done(l, sm90_launch(SM90_UP_GLU, l.dtype, 0, a, l.plan->sms, l.stream));
+    a.bias = b1.p;
+    a.bias_g = (size_t)b1.g;
+    a.bias_n = b1.n;
+    a.bias_up = b1.split == INT64_MAX ? l.I * b1.n : b1.delta;
+    done(l, sm90_launch(gated ? SM90_UP_GLU : SM90_UP_ACT, l.dtype, 0, a, l.plan->sms, l.stream));
 }
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2)
 {
-    return l.plan->path == FMOE_PATH_SM90 && w2.single && kmajor_ok(w2.whole) && gather_ok(l, dout, ldd);
+    return l.plan->path == FMOE_PATH_SM90 && w2.single && kmajor_ok(w2.whole) && gather_ok(dout, ldd);
 }
 
 int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const void *h, void *dh, void *pa, float *dp)
 {
     if (!hopper(l)) return 0;
     Sm90Args a = base_args(l);
-    if (!weight_map(&a.b[0], l, w2.whole, l.H, l.I, true).ok) {
+    if (!weight_map(a, 0, l, w2.whole, l.H, l.I, true, SM90_BOX).ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the dh product");
         return 0;
     }
     gather_from(a, dout, ldd);
     a.N = (int)l.I;
     a.k_steps = steps(l.H);
+    a.gated = l.HC == 2 * l.I;
     a.h_in = h;
     a.dh = dh;
     a.pa = pa;
@@ -236,31 +253,57 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const vo
 
 // ---- Weight gradients ----
 
-// D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts.
-static bool wgrad_hopper(Layer &l, const void *fixed, int64_t fixed_cols, const void *gathered, int64_t ld, int64_t gathered_cols, bool gather_a,
-                         const Weight &d, int parts, int f32, int add)
+// The result of a weight gradient of M rows an expert (in up to two parts) and N columns.
+static bool grad_maps(Sm90Args &a, const Layer &l, const Mat (&d)[2], int parts, int64_t M, int64_t N, int f32, int add)
 {
-    if (!hopper(l) || !gather_ok(l, gathered, ld) || gathered_cols % 64) return false;
-    Sm90Args a = base_args(l);
-    const int64_t M = (gather_a ? gathered_cols : fixed_cols) / parts, N = gather_a ? fixed_cols : gathered_cols;
-    const int64_t tile = gather_a ? 128 : 256;
     for (int i = 0; i < parts; i++) {
-        Mat m = d.parts == parts && parts == 2 ? d.part[i] : d.whole;
-        // A gradient stored by columns is the transposed product.
-        const bool transposed = m.c != 1 && m.r == 1;
-        if (transposed) m.c = m.r, m.r = d.whole.c;
+        const Mat &m = d[i];
         // All experts as one tall matrix where tiles end with them: two dimensions are cheaper than three.
-        a.flat = parts == 1 && !add && m.c == 1 && M % tile == 0 && (m.g == M * m.r || l.E == 1) && l.E * M < INT32_MAX &&
+        a.flat = parts == 1 && !add && m.c == 1 && !m.list && M % 128 == 0 && (m.g == M * m.r || l.E == 1) && l.E * M < INT32_MAX &&
                  sm90_map2(&a.d[0], f32 ? FMOE_F32 : l.dtype, m.p, N, l.E * M, m.r, f32 ? 32 : 64, 16);
-        if (!a.flat && !grad_map(&a.d[i], l, m, M, N, f32)) return false;
+        if (!a.flat && !grad_map(a, i, l, m, M, N, f32)) return false;
     }
-    if (!rows_map2(gather_a ? &a.b[0] : &a.a, l, fixed, fixed_cols, 64)) return false;
-    gather_from(a, gathered, ld);
     a.M = (int)M;
     a.N = (int)N;
     a.parts = parts;
     a.add = add;
+    return true;
+}
+
+static Mat transposed(Mat m)
+{
+    const int64_t r = m.r;
+    m.r = m.c;
+    m.c = r;
+    return m;
+}
+
+// D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts. A gradient stored by columns is the transposed
+// product.
+static bool wgrad_hopper(Layer &l, const void *fixed, int64_t fixed_cols, const void *gathered, int64_t ld, int64_t gathered_cols, bool gather_a,
+                         const Weight &w, int parts, int f32, int add)
+{
+    if (!hopper(l) || !gather_ok(gathered, ld) || gathered_cols % 64) return false;
+    Sm90Args a = base_args(l);
+    const int64_t M = (gather_a ? gathered_cols : fixed_cols) / parts, N = gather_a ? fixed_cols : gathered_cols;
+    Mat d[2] = {w.whole, w.whole};
+    if (parts == 2) d[0] = w.part[0], d[1] = w.part[1];
+    for (Mat &m : d)
+        if (m.c != 1 && m.r == 1) m = transposed(m);
+    if (!grad_maps(a, l, d, parts, M, N, f32, add) || !rows_map2(gather_a ? &a.b[0] : &a.a, l, Rows{fixed, fixed_cols, fixed_cols}, 64)) return false;
+    gather_from(a, gathered, ld);
     return done(l, sm90_launch(gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, l.dtype, f32, a, l.plan->sms, l.stream));
+}
+
+bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int f32, int add)
+{
+    if (!hopper(l) || !x.p || !y.p) return false;
+    Sm90Args a = base_args(l);
+    const bool turn = dw.c != 1 && dw.r == 1;
+    const Rows &m = turn ? y : x, &n = turn ? x : y;
+    const Mat d[2] = {turn ? transposed(dw) : dw, Mat{}};
+    if (!grad_maps(a, l, d, 1, m.cols, n.cols, f32, add) || !rows_map2(&a.a, l, m, 64) || !rows_map2(&a.b[0], l, n, 64)) return false;
+    return done(l, sm90_launch(SM90_WGRAD_ROWS, l.dtype, f32, a, l.plan->sms, l.stream));
 }
 
 static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)

@@ -2,15 +2,15 @@
 // products.cuh - the products of the layer over the row map: each runs on Hopper where its operands allow and on the general
 // kernel where they do not. Both write the same layout, so they mix freely.
 #pragma once
-#include "common.cuh"
+#include "act.cuh"
 
-// W1 as the products see it: one matrix in the order of h's columns, or gate and up apart.
+// Weights as the products see them: one matrix in the order of h's columns, or gate and up apart.
 struct Weight {
     Mat whole;      // rows in the order of h (a split where gate and up lie apart)
     Mat part[2];    // gate, up; or part[0] alone
     int parts;
-    bool single;    // `whole` is one strided matrix an expert
-    bool strided;   // every part is
+    bool single;    // `whole` is one matrix an expert
+    bool strided;   // every part is there
     int64_t rows, cols;
 };
 
@@ -19,7 +19,9 @@ struct Layer {
     cudaStream_t stream;
     int dtype;
     int64_t T, H, I, HC, E, k, R, rows; // HC: columns of h
-    bool mixed; // gate and up alternate in h
+    bool mixed;  // gate and up alternate in h
+    bool ragged; // groups begin and end anywhere (grouped matmul)
+    FastAct act;
     RowMap map;
     fmoe_status status; // of the launches so far
 };
@@ -32,12 +34,12 @@ struct Bias {
 // h = gather(x) W1^T + b1, or with the activation in one kernel; a and h are [rows, I] and [rows, HC].
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h);
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1);
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, void *h, void *a);
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h, void *a);
 // y = a W2^T + b2
 void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, void *y);
 // da = gather(dout) W2
 void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, void *da);
-// the same with the backward of SwiGLU; returns the number of parts of dp
+// the same with the backward of the activation; returns the number of parts of dp
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2);
 int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const void *h, void *dh, void *pa, float *dp);
 // dx rows = dh W1
@@ -45,3 +47,12 @@ void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr);
 // dW1[e] = dh^T gather(x), dW2[e] = gather(dout)^T pa
 void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
+
+// Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] = x^T y.
+// False: the operands do not allow it, and nothing was launched.
+struct Rows {
+    const void *p;
+    int64_t cols, ld;
+};
+bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out);
+bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int out_f32, int add);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// rows_sm90.cu - products of rows that lie in order: down and dx.
+// rows_sm90.cu - products of rows that lie in order: down, dx, and those of a grouped matmul.
 #include "gemm_sm90.cuh"
 #include "tokens_sm90.cuh"
 

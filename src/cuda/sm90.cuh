@@ -1,24 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
 // sm90.cuh - the Hopper products as the layer sees them: arguments, and one entry a product.
 #pragma once
-#include "common.cuh"
+#include "act.cuh"
 
 #include <cuda.h>
 
 static constexpr size_t SM90_MAX_SMEM = 232448;
 
+// Rows of a box of K-major weights in the products with an activation of tokens_sm90.cuh, and in all others. Maps and kernels both take
+// it from here: were they to differ, a kernel would wait for bytes that never come.
+static constexpr int SM90_BOX_ACT = 64, SM90_BOX = 128;
+
+struct Place { // of each expert's matrix in the outermost dimension of its map: its number, or for a list multiples of 2^shift bytes
+    const MatEntry *list;
+    uintptr_t base;
+    int shift;
+};
+
 struct Sm90Args {
     CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
     CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
     CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up); or rows as a
-    CUtensorMap d[2];       // results: as a; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
+    CUtensorMap d[2];       // results: as a, ragged: d[1] in boxes of one row; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
     CUtensorMap h;          // forward with activation: h as a; tokens_sm90: {column, gate or up, row}
+    Place place_b[2], place_d[2];
     const int *off;         // [E+1]
     const int *tok;         // gather: token of each row
     const void *x;          // gather: the tokens, row pitch ldx
     size_t ldx;
-    const void *bias;       // [E, N] contiguous rows, or NULL
+    const void *bias;       // tokens_sm90: column n of expert e at e * bias_g + n * bias_n, of up bias_up further; or NULL
     size_t bias_g;
+    int64_t bias_n, bias_up;
+    FastAct act;
     const float *prob;      // fused backward
     const void *h_in;
     void *dh, *pa;
@@ -27,20 +40,24 @@ struct Sm90Args {
     int E, M, N;            // M: rows of a part of a weight gradient
     int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
     int add, keep_h, flat;
+    int gated;              // fused backward: h and dh have gate and up
+    int ragged;             // an expert's rows begin and end anywhere
     int off_shared;         // set by the launch: the offsets have a copy in shared memory
     int tokens;             // tokens on the N side (tokens_sm90.cuh)
 };
 
 enum Sm90Product {
-    SM90_UP_GLU,        // gathered rows x [gate | up], SwiGLU; h and a
-    SM90_GATHER_K,      // gathered rows x weights [n, k]
-    SM90_GATHER_N,      // gathered rows x weights [k, n]
-    SM90_ROWS_K,        // rows x weights [n, k]
-    SM90_ROWS_N,        // rows x weights [k, n]
-    SM90_DH_192,        // gathered dout x W2 with the backward of SwiGLU; dh, p*a, parts of dp; column tiles of 192
-    SM90_DH_128,        // and of 128
+    SM90_UP_GLU,         // gathered rows x [gate | up], activation; h and a
+    SM90_UP_ACT,         // gathered rows x weights [n, k], activation; h and a
+    SM90_GATHER_K,       // gathered rows x weights [n, k]
+    SM90_GATHER_N,       // gathered rows x weights [k, n]
+    SM90_ROWS_K,         // rows x weights [n, k]
+    SM90_ROWS_N,         // rows x weights [k, n]
+    SM90_DH_192,         // gathered dout x W2 with the backward of the activation; dh, p*a, parts of dp; column tiles of 192
+    SM90_DH_128,         // and of 128
     SM90_WGRAD_GATHER_A, // D[e] = gather(x)^T rows
     SM90_WGRAD_GATHER_B, // D[e] = rows^T gather(x)
+    SM90_WGRAD_ROWS,     // D[e] = rows^T rows, ragged
     SM90_PRODUCTS
 };
 
@@ -52,6 +69,4 @@ cudaError_t sm90_setup();
 bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3]);
 // The same in two dimensions.
 bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t rows, int64_t pitch, int box_cols, int box_rows);
-// W1's gates and ups in turns of 8: {k, 8 rows, gate or up, groups, expert}; up lies `half` elements after gate.
-bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert);
 bool sm90_driver(); // the encoder is there

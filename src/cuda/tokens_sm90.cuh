@@ -4,26 +4,30 @@
 // A tile is 256 features by any multiple of 16 tokens up to MAX_N, so that an expert's rows are cut into equal pieces and nothing is
 // multiplied in vain: with 64-row granularity on the M side the ragged ends cost 6 % at 1024 rows an expert and 25 % at 256.
 // Roles, ring and multicast as in gemm_sm90.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
-// expert has one piece only, two tiles of features. Results pass through shared memory transposed, 48 tokens at a time.
+// expert has one piece only, two tiles of features.
+//
+// A consumer multiplies 128 features, as two blocks of 64; with an activation of gate and up they are 64 gates and their 64 ups.
+// Results pass through shared memory transposed, 48 tokens at a time.
 #pragma once
 #include "act.cuh"
 #include "sched_sm90.cuh"
 #include "wgmma.cuh"
 
-enum WeightSource { W_KMAJOR, W_GLU, W_NMAJOR }; // [feature, k]; the same, 8 gates and 8 ups in turn; [k, feature]
-enum TokenEpilogue { TOK_STORE, TOK_GLU };
+enum WeightSource { W_KMAJOR, W_NMAJOR };            // [feature, k]; [k, feature]
+enum TokenEpilogue { TOK_STORE, TOK_GLU, TOK_ACT };  // plain; activation of gate and up; activation of one
 
 template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
     typedef T_ T;
     static constexpr WeightSource W = W_;
     static constexpr bool GATHER = GATHER_;
     static constexpr TokenEpilogue EPI = EPI_;
-    static constexpr int STAGES = 4, MAX_UNITS = 9, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
+    static constexpr int STAGES = 4, MAX_UNITS = FMOE_CUDA_TOKEN_UNITS, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
-    static constexpr int COLS = W == W_GLU ? 128 : 256; // features of the result in a tile
+    static constexpr int COLS = EPI == TOK_GLU ? 128 : 256; // features of the result in a tile
+    static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_STORE ? SM90_BOX : SM90_BOX_ACT, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
-    static constexpr int PIECE = 3;                  // units staged at a time
-    static constexpr int STAGING = 2 * PIECE * 2048; // bytes of a consumer warpgroup
+    static constexpr int PIECE = 3, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
+    static constexpr int BUFFERS = 2, BUFFER = PIECE * 2048, STAGING = BUFFERS * BUFFER; // of a consumer
     static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
     static constexpr int REG_PRODUCER = GATHER ? 88 : 40, REG_CONSUMER = GATHER ? 208 : 232;
@@ -31,7 +35,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
 };
 
 struct TokenTile {
-    int e, n0, row0, units, share, live;
+    int e, n0, row0, units, rows, share, live;
 };
 
 template <class C> struct TokenScheduler {
@@ -41,11 +45,12 @@ template <class C> struct TokenScheduler {
     DEV bool next(TokenTile &t)
     {
         const int tiles = (p.N + C::COLS - 1) / C::COLS, rank = cluster_rank();
-        int units, first, pieces, work;
+        int units, first, rows, pieces, work;
         for (;;) {
             if (e == p.E) return false;
             first = offset_of<C>(p, e);
-            units = (offset_of<C>(p, e + 1) - first) / 16;
+            rows = offset_of<C>(p, e + 1) - first;
+            units = (rows + 15) / 16;
             pieces = units <= C::MAX_UNITS ? units != 0 : (units + 2 * C::MAX_UNITS - 1) / (2 * C::MAX_UNITS) * 2;
             work = pieces == 1 ? (tiles + 1) / 2 : pieces / 2 * tiles;
             if (u < base + work) break;
@@ -69,6 +74,7 @@ template <class C> struct TokenScheduler {
         t.n0 = n * C::COLS;
         t.row0 = first + begin * 16;
         t.units = end - begin;
+        t.rows = rows - begin * 16;
         u += gridDim.x / 2;
         return true;
     }
@@ -78,30 +84,16 @@ struct TokenRing {
     uint32_t base, full, empty;
 };
 
-DEV void tma_load5_to(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, int g, int e, bool both)
+// Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are.
+template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank, const int (&z)[2])
 {
-    const int zero = 0;
-    if (both)
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e), "h"((uint16_t)3) : "memory");
-    else
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(dst), "l"(m), "r"(bar), "r"(x),
-                     "r"(zero), "r"(g), "r"(e) : "memory");
-}
-
-// Weights of one stage, and the tokens where they lie in order.
-template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank)
-{
-    constexpr int BOXES = C::W == W_NMAJOR ? 4 : 2, BYTES = C::A_BYTES / BOXES;
 #pragma unroll
-    for (int i = 0; i < BOXES; i++) {
+    for (int i = 0; i < C::BOXES; i++) {
         if (t.share && i % 2 != rank) continue;
-        if constexpr (C::W == W_GLU) tma_load5_to(a + i * BYTES, &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
-        else {
-            const int x = C::W == W_KMAJOR ? k * 64 : t.n0 + 64 * i, y = C::W == W_KMAJOR ? t.n0 + 128 * i : k * 64;
-            if (t.share) tma_load_multicast(a + i * BYTES, &p.b[part], bar, x, y, t.e, 3);
-            else tma_load(a + i * BYTES, &p.b[part], bar, x, y, t.e);
-        }
+        const int which = C::EPI == TOK_GLU ? i % 2 : part, n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
+        const int x = C::W == W_KMAJOR ? k * 64 : n, y = C::W == W_KMAJOR ? n : k * 64;
+        if (t.share) tma_load_multicast(a + i * C::BOX, &p.b[which], bar, x, y, z[which], 3);
+        else tma_load(a + i * C::BOX, &p.b[which], bar, x, y, z[which]);
     }
     if constexpr (!C::GATHER) {
         const uint32_t b = a + C::A_BYTES;
@@ -122,11 +114,12 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
         TokenTile t;
         while (sched.next(t)) {
             const uint32_t bytes = C::A_BYTES + t.units * 2048;
+            const int z[2] = {place_of(p.place_b[0], t.e), place_of(p.place_b[1], t.e)};
             for (int part = 0; part < p.parts; part++)
                 for (int k = 0; k < p.k_steps; k++) {
                     mbar_wait(ring.empty + 8 * s, phase);
                     mbar_expect(ring.full + 8 * s, bytes);
-                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
                     if (++s == C::STAGES) s = 0, phase ^= 1;
                 }
         }
@@ -151,13 +144,14 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
             const T *src[C::MAX_UNITS];
 #pragma unroll
             for (int i = 0; i < C::MAX_UNITS; i++) src[i] = x + (size_t)tok[i] * p.ldx;
+            const int z[2] = {place_of(p.place_b[0], t.e), place_of(p.place_b[1], t.e)};
             more = sched.next(ahead);
             if (more) load_tokens();
             for (int k = 0; k < p.k_steps; k++) {
                 mbar_wait(ring.empty + 8 * s, phase);
                 if (thread == 0) {
                     mbar_expect(ring.full + 8 * s, C::A_BYTES);
-                    token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank);
+                    token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
                 }
 #pragma unroll
                 for (int i = 0; i < C::MAX_UNITS; i++)
@@ -172,18 +166,9 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
     }
 }
 
-DEV void bar_sync(int id, int n) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(n) : "memory"); }
 DEV void stmatrix4_t(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
-}
-
-// Where this lane's row of a transposed 16 x 16 block goes: 16 tokens of 128 bytes, `unit` = 16-byte column of matrices 0 and 1,
-// `second` of 2 and 3.
-DEV uint32_t block_address(uint32_t base, int unit, int second, int lane)
-{
-    const int token = (lane & 7) + (lane >> 3 & 1) * 8, u = lane >> 4 ? second : unit;
-    return base + token * 128 + ((u ^ (token & 7)) << 4);
 }
 
 template <class C> struct TokenConsumer {
@@ -191,7 +176,6 @@ template <class C> struct TokenConsumer {
     const Sm90Args &p;
     const TokenRing ring;
     const int wg, warp, lane;
-    const uint32_t staging;
     TokenScheduler<C> sched;
     TokenTile ahead; // the tile after the present one
     bool more = false;
@@ -199,10 +183,7 @@ template <class C> struct TokenConsumer {
     uint32_t turn = 0;
     float acc[2][C::MAX_N / 2];
 
-    DEV TokenConsumer(const Sm90Args &args, TokenRing r)
-        : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), staging(r.base + C::STAGES * C::STAGE + wg * C::STAGING), sched(args)
-    {
-    }
+    DEV TokenConsumer(const Sm90Args &args, TokenRing r) : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), sched(args) {}
     DEV void release(int slot)
     {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
@@ -213,6 +194,7 @@ template <class C> struct TokenConsumer {
     }
     template <int UNITS> DEV void multiply(int steps)
     {
+        static_assert(UNITS <= C::MAX_UNITS, "more tokens than a stage holds");
         int last = 0;
         for (int k = 0; k < steps; k++) {
             mbar_wait(ring.full + 8 * s, phase);
@@ -250,72 +232,68 @@ template <class C> struct TokenConsumer {
         default: return multiply<9>(steps);
         }
     }
-    // Up to PIECE units of 64 features: write(buffer of the unit, index of the unit) by every warp, then one TMA store a unit.
-    template <class F> DEV void put(const TokenTile &t, int first, const CUtensorMap *m, int x, int y, F write)
+    // Units from `first` on of one block of 64 features: every warp writes its 16 features, then one TMA store a unit. value(i): of
+    // accumulator i.
+    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap *m, int x, int y, F value)
     {
-        const uint32_t buffer = staging + (turn++ & 1) * (C::PIECE * 2048);
-        if (warp == 0 && lane == 0) tma_wait_read<1>();
+        const uint32_t buffer = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + turn * C::BUFFER;
+        turn = turn + 1 == C::BUFFERS ? 0 : turn + 1;
+        if (warp == 0 && lane == 0) tma_wait_read<C::BUFFERS - 1>();
         bar_sync(1 + wg, 128);
+        // Where this lane's row of a transposed 16 x 16 block goes: 16 tokens of 128 bytes, two 16-byte columns a warp.
+        const int token = (lane & 7) + (lane >> 3 & 1) * 8, column = 2 * warp + (lane >> 4);
+        const uint32_t at = buffer + token * 128 + ((column ^ (token & 7)) << 4);
 #pragma unroll
         for (int u = 0; u < C::PIECE; u++)
-            if (first + u < t.units) write(buffer + u * 2048, u);
+            if (first + u < t.units) {
+                const int i = 8 * (first + u);
+                stmatrix4_t(at + u * 2048, pack2<T>(value(i), value(i + 1)), pack2<T>(value(i + 4), value(i + 5)), pack2<T>(value(i + 2), value(i + 3)), pack2<T>(value(i + 6), value(i + 7)));
+            }
         fence_async();
         bar_sync(1 + wg, 128);
         if (warp == 0 && lane == 0) {
-            for (int u = 0; u < C::PIECE; u++)
-                if (first + u < t.units) tma_store(m, buffer + u * 2048, x, y, t.row0 + 16 * (first + u));
+            for (int u = 0; u < C::PIECE && first + u < t.units; u++) {
+                const int row = t.row0 + 16 * (first + u), rows = t.rows - 16 * (first + u);
+                if (!p.ragged || rows >= 16) tma_store(m, buffer + u * 2048, x, y, row);
+                else
+                    for (int r = 0; r < rows; r++) tma_store(&p.d[1], buffer + u * 2048 + r * 128, x, y, row + r);
+            }
             tma_commit();
         }
     }
+    struct Two { // of a thread's two features
+        float lo, hi;
+        DEV float at(int i) const { return i & 2 ? hi : lo; }
+    };
+    DEV Two bias(const TokenTile &t, int feature, int64_t offset)
+    {
+        if (!p.bias) return {0.f, 0.f};
+        const T *b = (const T *)p.bias + (size_t)t.e * p.bias_g + offset;
+        const int f = feature + 16 * warp + lane / 4;
+        return {f < p.N ? to_float(b[f * p.bias_n]) : 0.f, f + 8 < p.N ? to_float(b[(f + 8) * p.bias_n]) : 0.f};
+    }
     DEV void store(const TokenTile &t)
     {
-        if constexpr (C::EPI == TOK_GLU) {
-            const int x = t.n0 + 64 * wg;
+        constexpr bool GLU = C::EPI == TOK_GLU;
 #pragma unroll
-            for (int piece = 0; piece < C::MAX_UNITS / C::PIECE; piece++) {
-                if (piece * C::PIECE >= t.units) break;
-                const int j0 = piece * C::PIECE * 2; // blocks of 8 tokens
-                auto half = [&](int h) {
-                    return [=](uint32_t b, int u) {
-                        const float *v = acc[0] + 4 * (j0 + 2 * u) + 2 * h, *w = acc[1] + 4 * (j0 + 2 * u) + 2 * h;
-                        stmatrix4_t(block_address(b, warp, warp + 4, lane), pack2<T>(v[0], v[1]), pack2<T>(v[4], v[5]), pack2<T>(w[0], w[1]), pack2<T>(w[4], w[5]));
-                    };
-                };
-                if (p.keep_h) {
-                    put(t, piece * C::PIECE, &p.h, x, 0, half(0));
-                    put(t, piece * C::PIECE, &p.h, x, 1, half(1));
-                }
-                put(t, piece * C::PIECE, &p.d[0], x, 0, [&](uint32_t b, int u) {
-                    uint32_t r[4];
+        for (int m = 0; m < (GLU ? 1 : 2); m++) {
+            const int x = GLU ? t.n0 + 64 * wg : t.n0 + 128 * wg + 64 * m;
+            const Two b = bias(t, x, 0), b_up = GLU ? bias(t, x, p.bias_up) : b;
+            auto gate = [&](int i) { return acc[m][i] + b.at(i); };
+            auto up = [&](int i) { return acc[1][i] + b_up.at(i); };
 #pragma unroll
-                    for (int m = 0; m < 2; m++)
-#pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const float *v = acc[m] + 4 * (j0 + 2 * u + h);
-                            r[2 * m + h] = pack2<T>(v[0] * sigmoid_fast(v[0]) * v[2], v[1] * sigmoid_fast(v[1]) * v[3]);
-                        }
-                    stmatrix4_t(block_address(b, warp, warp + 4, lane), r[0], r[1], r[2], r[3]);
-                });
-            }
-        } else {
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int x = t.n0 + 128 * wg + 64 * m;
-                float lo = 0, hi = 0;
-                if (p.bias) {
-                    const T *bias = (const T *)p.bias + (size_t)t.e * p.bias_g;
-                    const int f = x + 16 * warp + lane / 4;
-                    if (f < p.N) lo = to_float(bias[f]);
-                    if (f + 8 < p.N) hi = to_float(bias[f + 8]);
-                }
-#pragma unroll
-                for (int piece = 0; piece < C::MAX_UNITS / C::PIECE; piece++) {
-                    if (piece * C::PIECE >= t.units) break;
-                    put(t, piece * C::PIECE, &p.d[0], x, 0, [&](uint32_t b, int u) {
-                        const float *v = acc[m] + 8 * (piece * C::PIECE + u);
-                        stmatrix4_t(block_address(b, 2 * warp, 2 * warp + 1, lane), pack2<T>(v[0] + lo, v[1] + lo), pack2<T>(v[4] + lo, v[5] + lo),
-                                    pack2<T>(v[2] + hi, v[3] + hi), pack2<T>(v[6] + hi, v[7] + hi));
-                    });
+            for (int piece = 0; piece < C::PIECES; piece++) {
+                const int first = piece * C::PIECE;
+                if (first >= t.units) break;
+                auto put_act = [&](auto kind) { put(t, first, &p.d[0], x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
+                if constexpr (C::EPI == TOK_STORE) put(t, first, &p.d[0], x, 0, gate);
+                else {
+                    if (p.keep_h) put(t, first, &p.h, x, 0, gate);
+                    if (GLU && p.keep_h) put(t, first, &p.h, x, 1, up);
+                    if (p.act.kind == FAST_SWIGLU) put_act(std::integral_constant<int, GLU ? FAST_SWIGLU : FAST_SIGMOID>());
+                    else if (p.act.kind == FAST_SIGMOID) put_act(std::integral_constant<int, FAST_SIGMOID>());
+                    else if (p.act.kind == FAST_ERF) put_act(std::integral_constant<int, FAST_ERF>());
+                    else put_act(std::integral_constant<int, FAST_RELU>());
                 }
             }
         }

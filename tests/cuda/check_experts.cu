@@ -7,7 +7,8 @@ struct Case {
     int dtype, act, ptype, gtype, id_type;
     uint32_t flags, run_flags;
     bool list, w1_t, w2_t, dw1_t, dw2_t, dx, dp, dw1, dw2, shift;
-    int skew; // percent of ids that go to expert 0
+    int skew;    // percent of ids that go to expert 0
+    int scatter; // lists: 0 equal distances, 1 anywhere, 2 strides of their own
 };
 
 static Case draw()
@@ -27,7 +28,8 @@ static Case draw()
     c.ptype = coin() ? FMOE_F32 : c.dtype;
     c.gtype = coin() ? FMOE_F32 : c.dtype;
     c.id_type = coin() ? -32 : -64;
-    c.list = coin(20);
+    c.list = coin(25);
+    c.scatter = (int)pick(0, 2);
     c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) | (coin(25) ? FMOE_RECOMPUTE : 0) | (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
     c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
     c.w1_t = coin(25), c.w2_t = coin(25), c.dw1_t = coin(25), c.dw2_t = coin(25);
@@ -40,8 +42,8 @@ static Case draw()
 static std::string words(const Case &c)
 {
     char t[400];
-    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d", c.dtype, c.act,
-             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew);
+    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d scatter %d", c.dtype, c.act,
+             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew, c.scatter);
     return t;
 }
 
@@ -68,9 +70,15 @@ struct Weights {
             return;
         }
         for (int64_t e = 0; e < c.E; e++) {
-            if (gated) gate.emplace_back(), gate.back().init(dtype, {c.I, c.H}, t1 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
-            up.emplace_back(), up.back().init(dtype, {c.I, c.H}, t1 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
-            down.emplace_back(), down.back().init(dtype, {c.H, c.I}, t2 ? std::vector<int>{1, 0} : std::vector<int>{}, 0, 0);
+            // At equal distances, anywhere, or even with strides of their own.
+            auto one = [&](std::deque<Tensor> &d, int64_t rows, int64_t cols, bool t, int64_t pad) {
+                const size_t gap = c.scatter ? 16 * (size_t)pick(0, 40) : 0;
+                d.emplace_back();
+                d.back().init(dtype, {rows, cols}, t ? std::vector<int>{1, 0} : std::vector<int>{}, pad + (c.scatter > 1 ? pick(0, 2) : 0), gap);
+            };
+            if (gated) one(gate, c.I, c.H, c.scatter > 1 && coin() ? !t1 : t1, c.scatter > 1 ? 8 : 0);
+            one(up, c.I, c.H, t1, 0);
+            one(down, c.H, c.I, t2, 0);
         }
         for (auto *d : {&gate, &up, &down})
             for (Tensor &t : *d) all.push_back(&t);
@@ -259,6 +267,19 @@ void check_experts(int cases)
     c.T = 40, c.H = 512, c.I = 256, c.E = 16, c.flags = 0; // decode
     run_case(c);
     c.T = 1;
+    run_case(c);
+    // Lists anywhere in memory, every activation, biases: the fused products.
+    c.T = 200, c.H = 192, c.I = 136, c.E = 5;
+    c.list = true;
+    for (c.scatter = 0; c.scatter < 3; c.scatter++) run_case(c);
+    c.list = false;
+    for (int act : {1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20})
+        for (uint32_t flags : {0u, (uint32_t)FMOE_BIAS, (uint32_t)(FMOE_BIAS | FMOE_INTERLEAVED | FMOE_RECOMPUTE)}) {
+            c.act = act, c.flags = flags;
+            run_case(c);
+        }
+    // More experts than counters fit.
+    c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;
     run_case(c);
 }
 

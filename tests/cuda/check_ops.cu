@@ -26,8 +26,8 @@ static void one_route()
     d.size = sizeof d;
     d.op = FMOE_OP_ROUTE;
     d.dtype = any_dtype();
-    static const int64_t sizes[] = {1, 3, 8, 31, 64, 128, 160, 256, 512, 1000};
-    d.E = sizes[pick(0, 9)];
+    static const int64_t sizes[] = {1, 3, 8, 31, 64, 128, 160, 256, 512, 1000, 7000};
+    d.E = sizes[pick(0, coin(10) ? 10 : 9)];
     d.k = pick(1, d.E < 10 ? d.E : 10);
     d.route.score = (int32_t)pick(0, 3);
     d.route.renormalize = coin();
@@ -157,7 +157,7 @@ void check_permute()
         d.op = FMOE_OP_PERMUTE;
         d.dtype = any_dtype();
         d.H = coin() ? pick(1, 70) : 8 * pick(1, 40);
-        d.E = coin() ? pick(1, 9) : pick(100, 1500);
+        d.E = i == 1 ? 30000 : coin() ? pick(1, 9) : pick(100, 1500);
         d.k = pick(1, 6);
         d.flags = (coin() ? FMOE_SKIP_NEG1 : 0) | (coin() ? FMOE_SKIP_E : 0);
         const int64_t T = i == 0 ? 0 : coin(20) ? pick(1000, 3000) : pick(1, 300), R = T * d.k;

@@ -203,11 +203,16 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
-    const bool gated = w1.parts == 2;
-    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !gated || l.act.kind != FAST_SWIGLU || b1.p;
-    const int box = a.tokens ? SM90_BOX_ACT : SM90_BOX;
+    const bool gated = w1.parts == 2, swiglu = gated && l.act.kind == FAST_SWIGLU && !b1.p;
+    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !swiglu;
+    // Few rows, SwiGLU, and up after gate at one distance: both are one tensor.
+    const Mat &g = w1.part[0], &u = w1.part[1];
+    const bool turns = swiglu && a.tokens && !g.list && !u.list && g.r == u.r && (l.E == 1 || g.g == u.g) && (char *)u.p > (char *)g.p &&
+                       sm90_map_glu(&a.b[0], l.dtype, g.p, l.H, l.I, l.E, g.r, ((char *)u.p - (char *)g.p) / 2, g.g);
+    const Sm90Product product = turns || (swiglu && !a.tokens) ? SM90_UP_SWIGLU : gated ? SM90_UP_GLU : SM90_UP_ACT;
+    const int box = product == SM90_UP_SWIGLU ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
-    bool ok = weight_map(a, 0, l, gated ? w1.part[0] : w1.whole, l.I, l.H, false, box).ok && (!gated || weight_map(a, 1, l, w1.part[1], l.I, l.H, false, box).ok);
+    bool ok = turns || (weight_map(a, 0, l, gated ? g : w1.whole, l.I, l.H, false, box).ok && (!gated || weight_map(a, 1, l, u, l.I, l.H, false, box).ok));
     ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, 1, 16) && (!h || rows_map(&a.h, l, kept, w1.parts, 16)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h, l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
@@ -221,7 +226,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     a.bias_g = (size_t)b1.g;
     a.bias_n = b1.n;
     a.bias_up = b1.split == INT64_MAX ? l.I * b1.n : b1.delta;
-    done(l, sm90_launch(gated ? SM90_UP_GLU : SM90_UP_ACT, l.dtype, 0, a, l.plan->sms, l.stream));
+    done(l, sm90_launch(product, l.dtype, 0, a, l.plan->sms, l.stream));
 }
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2)

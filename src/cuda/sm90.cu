@@ -65,6 +65,22 @@ bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert)
+{
+    const cuuint64_t dim[5] = {(cuuint64_t)H, 8, 2, (cuuint64_t)(I / 8), (cuuint64_t)E};
+    int64_t bytes[4] = {row * 2, half * 2, row * 16, expert * 2};
+    if (E == 1 && (bytes[3] < 16 || bytes[3] % 16)) bytes[3] = row * 2 * I; // not used
+    cuuint64_t stride[4];
+    for (int i = 0; i < 4; i++) {
+        if (bytes[i] % 16 || bytes[i] < 16 || bytes[i] >= (int64_t)1 << 40) return false;
+        stride[i] = (cuuint64_t)bytes[i];
+    }
+    const cuuint32_t box[5] = {64, 8, 2, 8, 1}, one[5] = {1, 1, 1, 1, 1};
+    if ((uintptr_t)gate % 16 || I % 8) return false;
+    return encoder()(map, dtype == FMOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, (void *)gate, dim, stride, box, one,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 cudaError_t sm90_setup()
 {
     cudaError_t e = sm90_setup_gather();
@@ -76,6 +92,7 @@ cudaError_t sm90_setup()
 cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream)
 {
     switch (product) {
+    case SM90_UP_SWIGLU:
     case SM90_UP_GLU:
     case SM90_UP_ACT:
     case SM90_GATHER_K:

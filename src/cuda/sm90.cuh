@@ -7,8 +7,8 @@
 
 static constexpr size_t SM90_MAX_SMEM = 232448;
 
-// Rows of a box of K-major weights in the products with an activation of tokens_sm90.cuh, and in all others. Maps and kernels both take
-// it from here: were they to differ, a kernel would wait for bytes that never come.
+// Rows of a box of K-major weights: products with an activation of their own order, and all others. Maps and kernels both take it from
+// here: were they to differ, a kernel would wait for bytes that never come.
 static constexpr int SM90_BOX_ACT = 64, SM90_BOX = 128;
 
 struct Place { // of each expert's matrix in the outermost dimension of its map: its number, or for a list multiples of 2^shift bytes
@@ -20,7 +20,7 @@ struct Place { // of each expert's matrix in the outermost dimension of its map:
 struct Sm90Args {
     CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
     CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
-    CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up); or rows as a
+    CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up), or both in b[0]; or rows as a
     CUtensorMap d[2];       // results: as a, ragged: d[1] in boxes of one row; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
     CUtensorMap h;          // forward with activation: h as a; tokens_sm90: {column, gate or up, row}
     Place place_b[2], place_d[2];
@@ -47,7 +47,8 @@ struct Sm90Args {
 };
 
 enum Sm90Product {
-    SM90_UP_GLU,         // gathered rows x [gate | up], activation; h and a
+    SM90_UP_SWIGLU,      // gathered rows x [gate | up], SwiGLU; h and a
+    SM90_UP_GLU,         // the same with any activation and bias (tokens_sm90.cuh)
     SM90_UP_ACT,         // gathered rows x weights [n, k], activation; h and a
     SM90_GATHER_K,       // gathered rows x weights [n, k]
     SM90_GATHER_N,       // gathered rows x weights [k, n]
@@ -69,4 +70,6 @@ cudaError_t sm90_setup();
 bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3]);
 // The same in two dimensions.
 bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t rows, int64_t pitch, int box_cols, int box_rows);
+// W1's gates and ups in turns of 8: {k, 8 rows, gate or up, groups, expert}; up lies `half` elements after gate.
+bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row, int64_t half, int64_t expert);
 bool sm90_driver(); // the encoder is there

@@ -6,15 +6,16 @@
 // Roles, ring and multicast as in gemm_sm90.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
 // expert has one piece only, two tiles of features.
 //
-// A consumer multiplies 128 features, as two blocks of 64; with an activation of gate and up they are 64 gates and their 64 ups.
+// A consumer multiplies 128 features, as two blocks of 64. With an activation a thread has gate and up of the same feature: by
+// turns of 8 rows in the weights' tile (W_GLU: one tensor, so a stack, and the fastest), or as 64 gates and then their 64 ups (any list).
 // Results pass through shared memory transposed, 48 tokens at a time.
 #pragma once
 #include "act.cuh"
 #include "sched_sm90.cuh"
 #include "wgmma.cuh"
 
-enum WeightSource { W_KMAJOR, W_NMAJOR };            // [feature, k]; [k, feature]
-enum TokenEpilogue { TOK_STORE, TOK_GLU, TOK_ACT };  // plain; activation of gate and up; activation of one
+enum WeightSource { W_KMAJOR, W_NMAJOR, W_GLU };               // [feature, k]; [k, feature]; the first, 8 gates and 8 ups in turn
+enum TokenEpilogue { TOK_STORE, TOK_SWIGLU, TOK_GLU, TOK_ACT }; // plain; silu(gate) * up of W_GLU; any activation of gate and up; of one
 
 template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
     typedef T_ T;
@@ -23,11 +24,11 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr TokenEpilogue EPI = EPI_;
     static constexpr int STAGES = 4, MAX_UNITS = FMOE_CUDA_TOKEN_UNITS, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
-    static constexpr int COLS = EPI == TOK_GLU ? 128 : 256; // features of the result in a tile
-    static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_STORE ? SM90_BOX : SM90_BOX_ACT, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
+    static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SWIGLU ? 128 : 256; // features of the result in a tile
+    static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_GLU || EPI == TOK_ACT ? SM90_BOX_ACT : SM90_BOX, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int PIECE = 3, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
-    static constexpr int BUFFERS = 2, BUFFER = PIECE * 2048, STAGING = BUFFERS * BUFFER; // of a consumer
+    static constexpr int BUFFER = PIECE * 2048, STAGING = 2 * BUFFER; // of a consumer
     static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
     static constexpr int REG_PRODUCER = GATHER ? 88 : 40, REG_CONSUMER = GATHER ? 208 : 232;
@@ -84,12 +85,27 @@ struct TokenRing {
     uint32_t base, full, empty;
 };
 
+DEV void tma_load5_to(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, int g, int e, bool both)
+{
+    const int zero = 0;
+    if (both)
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e), "h"((uint16_t)3) : "memory");
+    else
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(dst), "l"(m), "r"(bar), "r"(x),
+                     "r"(zero), "r"(g), "r"(e) : "memory");
+}
+
 // Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are.
 template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank, const int (&z)[2])
 {
 #pragma unroll
     for (int i = 0; i < C::BOXES; i++) {
         if (t.share && i % 2 != rank) continue;
+        if constexpr (C::W == W_GLU) {
+            tma_load5_to(a + i * C::BOX, &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
+            continue;
+        }
         const int which = C::EPI == TOK_GLU ? i % 2 : part, n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
         const int x = C::W == W_KMAJOR ? k * 64 : n, y = C::W == W_KMAJOR ? n : k * 64;
         if (t.share) tma_load_multicast(a + i * C::BOX, &p.b[which], bar, x, y, z[which], 3);
@@ -232,22 +248,22 @@ template <class C> struct TokenConsumer {
         default: return multiply<9>(steps);
         }
     }
-    // Units from `first` on of one block of 64 features: every warp writes its 16 features, then one TMA store a unit. value(i): of
-    // accumulator i.
-    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap *m, int x, int y, F value)
+    // Units from `first` on of one block of 64 features: every warp writes its 16 x 16 blocks, then one TMA store a unit. words(u, w):
+    // the four words of the unit's block; column: of the first two and of the others, in 16 bytes.
+    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap *m, int x, int y, int column, int other, F words)
     {
-        const uint32_t buffer = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + turn * C::BUFFER;
-        turn = turn + 1 == C::BUFFERS ? 0 : turn + 1;
-        if (warp == 0 && lane == 0) tma_wait_read<C::BUFFERS - 1>();
+        const uint32_t buffer = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + (turn++ & 1) * C::BUFFER;
+        if (warp == 0 && lane == 0) tma_wait_read<1>();
         bar_sync(1 + wg, 128);
-        // Where this lane's row of a transposed 16 x 16 block goes: 16 tokens of 128 bytes, two 16-byte columns a warp.
-        const int token = (lane & 7) + (lane >> 3 & 1) * 8, column = 2 * warp + (lane >> 4);
-        const uint32_t at = buffer + token * 128 + ((column ^ (token & 7)) << 4);
+        // Where this lane's row of a transposed block goes: 16 tokens of 128 bytes.
+        const int token = (lane & 7) + (lane >> 3 & 1) * 8;
+        const uint32_t at = buffer + token * 128 + (((lane >> 4 ? other : column) ^ (token & 7)) << 4);
 #pragma unroll
         for (int u = 0; u < C::PIECE; u++)
             if (first + u < t.units) {
-                const int i = 8 * (first + u);
-                stmatrix4_t(at + u * 2048, pack2<T>(value(i), value(i + 1)), pack2<T>(value(i + 4), value(i + 5)), pack2<T>(value(i + 2), value(i + 3)), pack2<T>(value(i + 6), value(i + 7)));
+                uint32_t w[4];
+                words(first + u, w);
+                stmatrix4_t(at + u * 2048, w[0], w[1], w[2], w[3]);
             }
         fence_async();
         bar_sync(1 + wg, 128);
@@ -259,6 +275,44 @@ template <class C> struct TokenConsumer {
                     for (int r = 0; r < rows; r++) tma_store(&p.d[1], buffer + u * 2048 + r * 128, x, y, row + r);
             }
             tma_commit();
+        }
+    }
+    // A block whose rows are 16 features: value(i) of accumulator i.
+    template <class F> DEV void put_rows(const TokenTile &t, int first, const CUtensorMap *m, int x, int y, F value)
+    {
+        put(t, first, m, x, y, 2 * warp, 2 * warp + 1, [&](int u, uint32_t (&w)[4]) {
+            const int i = 8 * u;
+            w[0] = pack2<T>(value(i), value(i + 1)), w[1] = pack2<T>(value(i + 4), value(i + 5));
+            w[2] = pack2<T>(value(i + 2), value(i + 3)), w[3] = pack2<T>(value(i + 6), value(i + 7));
+        });
+    }
+    // Rows are 8 gates and 8 ups, in both blocks of 64: accumulators i and i + 2.
+    DEV void store_swiglu(const TokenTile &t)
+    {
+        const int x = t.n0 + 64 * wg;
+#pragma unroll
+        for (int piece = 0; piece < C::PIECES; piece++) {
+            const int first = piece * C::PIECE;
+            if (first >= t.units) break;
+            auto half = [&](int h) {
+                return [&, h](int u, uint32_t (&w)[4]) {
+                    const float *v = acc[0] + 8 * u + 2 * h, *q = acc[1] + 8 * u + 2 * h;
+                    w[0] = pack2<T>(v[0], v[1]), w[1] = pack2<T>(v[4], v[5]), w[2] = pack2<T>(q[0], q[1]), w[3] = pack2<T>(q[4], q[5]);
+                };
+            };
+            if (p.keep_h) {
+                put(t, first, &p.h, x, 0, warp, warp + 4, half(0));
+                put(t, first, &p.h, x, 1, warp, warp + 4, half(1));
+            }
+            put(t, first, &p.d[0], x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
+#pragma unroll
+                for (int m = 0; m < 2; m++)
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float *v = acc[m] + 4 * (2 * u + h);
+                        w[2 * m + h] = pack2<T>(v[0] * sigmoid_fast(v[0]) * v[2], v[1] * sigmoid_fast(v[1]) * v[3]);
+                    }
+            });
         }
     }
     struct Two { // of a thread's two features
@@ -285,15 +339,14 @@ template <class C> struct TokenConsumer {
             for (int piece = 0; piece < C::PIECES; piece++) {
                 const int first = piece * C::PIECE;
                 if (first >= t.units) break;
-                auto put_act = [&](auto kind) { put(t, first, &p.d[0], x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
-                if constexpr (C::EPI == TOK_STORE) put(t, first, &p.d[0], x, 0, gate);
+                auto put_act = [&](auto kind) { put_rows(t, first, &p.d[0], x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
+                if constexpr (C::EPI == TOK_STORE) put_rows(t, first, &p.d[0], x, 0, gate);
                 else {
-                    if (p.keep_h) put(t, first, &p.h, x, 0, gate);
-                    if (GLU && p.keep_h) put(t, first, &p.h, x, 1, up);
-                    if (p.act.kind == FAST_SWIGLU) put_act(std::integral_constant<int, GLU ? FAST_SWIGLU : FAST_SIGMOID>());
-                    else if (p.act.kind == FAST_SIGMOID) put_act(std::integral_constant<int, FAST_SIGMOID>());
-                    else if (p.act.kind == FAST_ERF) put_act(std::integral_constant<int, FAST_ERF>());
-                    else put_act(std::integral_constant<int, FAST_RELU>());
+                    if (p.keep_h) put_rows(t, first, &p.h, x, 0, gate);
+                    if (GLU && p.keep_h) put_rows(t, first, &p.h, x, 1, up);
+                    if (p.act.kind == FAST_ERF) put_act(std::integral_constant<int, FAST_ERF>());
+                    else if (p.act.kind == FAST_RELU) put_act(std::integral_constant<int, FAST_RELU>());
+                    else put_act(std::integral_constant<int, FAST_SIGMOID>());
                 }
             }
         }
@@ -314,7 +367,8 @@ template <class C> struct TokenConsumer {
                 continue;
             }
             multiply_any(t.units, steps);
-            store(t);
+            if constexpr (C::EPI == TOK_SWIGLU) store_swiglu(t);
+            else store(t);
         }
         if (warp == 0 && lane == 0) tma_wait<0>();
     }

@@ -36,6 +36,7 @@ SHAPES = {  # H, I, E, k
 LAYERS = ["q30:4096", "q30:8192", "q30:16384", "q30:32768", "olmoe:16384", "q235:16384", "mixtral:8192", "dsv3:8192"]
 DECODE = [1, 4, 8, 16, 32, 64]
 PASSES = ("fwd", "fwd+bwd")
+C_API = ("C", "C, routed", "C dense")  # with routing; ids and weights given; cuBLAS in that process
 
 
 def shape_of(case: str) -> tuple[str, int, int, int, int, int]:
@@ -90,8 +91,9 @@ def c_api(program: str, library: str) -> dict[str, Any]:
     text = run([program, library, "layer", *LAYERS], FMOE_BENCH_CUBLAS=cublas[0] if cublas else "")
     rates = {}
     for case, what, rest in re.findall(r"^layer (\S+)\s+(\S+)(.*)$", text, re.M):
-        for regime, ours, dense in re.findall(r"(from idle|sustained) ours +[\d.]+ ms +([\d.]+) TF/s(?: dense +([\d.]+))?", rest):
-            rates[f"{case} {what} {regime.split()[-1]}"] = [float(ours), float(dense or 0)]
+        found = re.findall(r"(from idle|sustained) ours +[\d.]+ ms +([\d.]+) TF/s \(routed +([\d.]+)\)(?: dense +([\d.]+))?", rest)
+        for regime, *of in found:
+            rates[f"{case} {what} {regime.split()[-1]}"] = [float(rate or 0) for rate in of]
     decode = run([program, library, "decode", "q30", *map(str, DECODE)])
     return {
         "rates": rates,
@@ -105,7 +107,7 @@ def other(program: str) -> dict[str, float]:
     rates = {}
     for case in LAYERS:
         name, T = case.split(":")
-        text = run([program, name, T, "0", "chain"]) if name != "dsv3" else ""  # a shape the prototype does not have
+        text = run([program, name, T, "0", "chain"])
         for regime, what, rate in re.findall(r"(from idle|sustained) +(forward|fwd\+bwd) .*?([\d.]+) TF/s", text):
             rates[f"{case} {'fwd' if what == 'forward' else what} {regime.split()[-1]}"] = float(rate)
     return rates
@@ -119,10 +121,10 @@ class Report:
         self.rows = {(r["case"], r["backend"], r["pass"], r["regime"]): r for r in data["python"]}
 
     def rate(self, case: str, name: str, what: str, regime: str) -> float:
-        """TF/s, 0 where there is none. name "C": the C API; "C dense": cuBLAS in that process; or an --other."""
+        """TF/s, 0 where there is none. name: one of C_API, an --other, or an implementation in Python."""
         key = f"{case} {what} {regime}"
-        if name in ("C", "C dense"):
-            return self.data.get("c", {}).get("rates", {}).get(key, [0, 0])[name == "C dense"]
+        if name in C_API:
+            return self.data.get("c", {}).get("rates", {}).get(key, [0, 0, 0])[C_API.index(name)]
         if name in self.data["others"]:
             return self.data["others"][name].get(key, 0)
         r = self.rows.get((case, name, what, regime))
@@ -130,7 +132,7 @@ class Report:
 
     def layers(self) -> list[str]:
         """TF/s in both regimes, and shares of dense."""
-        names = ["fusedmoe", "grouped_mm", "dense", *(["C", "C dense"] if "c" in self.data else []), *self.data["others"]]
+        names = ["fusedmoe", "grouped_mm", "dense", *(C_API if "c" in self.data else []), *self.data["others"]]
         lines = []
         for regime, words in (("sustained", "Sustained at the power limit"), ("idle", "From idle")):
             lines += [f"{words}, TF/s, forward / forward + backward:", ""]

@@ -319,8 +319,8 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
                 if (t.n0 + 64 * c >= p.N) break; // N is a multiple of 64 here
                 float *g = v + 32 * c, *u = v + C::BN / 4 + 32 * c;
                 if (p.keep_h) {
-                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h, t.n0 + 64 * c, row, 0, false, true);
-                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h, p.N + t.n0 + 64 * c, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h[0], t.n0 + 64 * c, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h[0], p.N + t.n0 + 64 * c, row, 0, false, true);
                 }
 #pragma unroll
                 for (int i = 0; i < 32; i++) g[i] = g[i] * sigmoid_fast(g[i]) * u[i];

@@ -52,6 +52,12 @@ static bool rows_map(CUtensorMap *m, const Layer &l, const Rows &x, int64_t part
     return sm90_map(m, l.dtype, x.p, dim, stride, box);
 }
 
+// Results of the tokens kernel.
+static bool token_maps(CUtensorMap (&m)[2], const Layer &l, const Rows &x, int64_t parts)
+{
+    return rows_map(&m[0], l, x, parts, 16) && rows_map(&m[1], l, x, parts, 16 * SM90_PIECE);
+}
+
 // Weight gradient {n, m, e}: rows m, columns n, boxes of 128 bytes x 16.
 static bool grad_map(Sm90Args &a, int i, const Layer &l, const Mat &w, int64_t rows, int64_t cols, int f32)
 {
@@ -134,8 +140,8 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
         n_major = m.n_major;
     }
     if (gathered ? !gather_ok(x.p, x.ld) || x.cols % 64 != 0 : a.tokens ? !rows_map(&a.a, l, x, parts, 64) || !rows_map(&a.a16, l, x, parts, 16) : !rows_map2(&a.a, l, x, 64)) return false;
-    if (!(a.tokens ? rows_map(&a.d[0], l, out, 1, 16) : rows_map2(&a.d[0], l, out, 16))) return false;
-    if (l.ragged && !rows_map(&a.d[1], l, out, 1, 1)) return false;
+    if (!(a.tokens ? token_maps(a.d, l, out, 1) : rows_map2(&a.d[0], l, out, 16))) return false;
+    if (l.ragged && !rows_map(&a.d1, l, out, 1, 1)) return false;
     if (gathered) gather_from(a, x.p, x.ld);
     a.N = (int)out.cols;
     a.parts = parts;
@@ -213,7 +219,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     const int box = product == SM90_UP_SWIGLU ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
     bool ok = turns || (weight_map(a, 0, l, gated ? g : w1.whole, l.I, l.H, false, box).ok && (!gated || weight_map(a, 1, l, u, l.I, l.H, false, box).ok));
-    ok = ok && (a.tokens ? rows_map(&a.d[0], l, out, 1, 16) && (!h || rows_map(&a.h, l, kept, w1.parts, 16)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h, l, kept, 16)));
+    ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, w1.parts)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
         return;

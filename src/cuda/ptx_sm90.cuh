@@ -6,7 +6,8 @@
 #include <cuda.h>
 
 DEV uint32_t smem_u32(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-DEV int warp_index() { return __shfl_sync(~0u, (int)threadIdx.x / 32, 0); } // which the compiler then knows to be one value a warp
+DEV int uniform(int v) { return __shfl_sync(~0u, v, 0); } // which the compiler then knows to be one value a warp
+DEV int warp_index() { return uniform((int)threadIdx.x / 32); }
 DEV uint32_t cluster_rank()
 {
     uint32_t r;

@@ -10,6 +10,7 @@ static constexpr size_t SM90_MAX_SMEM = 232448;
 // Rows of a box of K-major weights: products with an activation of their own order, and all others. Maps and kernels both take it from
 // here: were they to differ, a kernel would wait for bytes that never come.
 static constexpr int SM90_BOX_ACT = 64, SM90_BOX = 128;
+static constexpr int SM90_PIECE = 3; // tokens_sm90: units of 16 rows that are stored at once
 
 struct Place { // of each expert's matrix in the outermost dimension of its map: its number, or for a list multiples of 2^shift bytes
     const MatEntry *list;
@@ -21,8 +22,9 @@ struct Sm90Args {
     CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
     CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
     CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up), or both in b[0]; or rows as a
-    CUtensorMap d[2];       // results: as a, ragged: d[1] in boxes of one row; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
-    CUtensorMap h;          // forward with activation: h as a; tokens_sm90: {column, gate or up, row}
+    CUtensorMap d[2];       // results: as a; tokens_sm90: in boxes of 16 rows and of a piece; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
+    CUtensorMap d1;         // tokens_sm90, ragged: in boxes of one row
+    CUtensorMap h[2];       // forward with activation: h as d; tokens_sm90: {column, gate or up, row}
     Place place_b[2], place_d[2];
     const int *off;         // [E+1]
     const int *tok;         // gather: token of each row

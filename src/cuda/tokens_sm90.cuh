@@ -27,7 +27,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SWIGLU ? 128 : 256; // features of the result in a tile
     static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_GLU || EPI == TOK_ACT ? SM90_BOX_ACT : SM90_BOX, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
-    static constexpr int PIECE = 3, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
+    static constexpr int PIECE = SM90_PIECE, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
     static constexpr int BUFFER = PIECE * 2048, STAGING = 2 * BUFFER; // of a consumer
     static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
@@ -36,7 +36,12 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
 };
 
 struct TokenTile {
-    int e, n0, row0, units, rows, share, live;
+    int e, n0, row0, units, share, live;
+    int rows; // from row0 to the end of the expert, or (not ragged) whole units of them
+    DEV TokenTile uniform() const // for the compiler, which otherwise loops over the values that a warp's lanes may have
+    {
+        return {::uniform(e), ::uniform(n0), ::uniform(row0), ::uniform(units), share, ::uniform(live), ::uniform(rows)};
+    }
 };
 
 template <class C> struct TokenScheduler {
@@ -75,7 +80,7 @@ template <class C> struct TokenScheduler {
         t.n0 = n * C::COLS;
         t.row0 = first + begin * 16;
         t.units = end - begin;
-        t.rows = rows - begin * 16;
+        t.rows = (p.ragged ? rows : units * 16) - begin * 16;
         u += gridDim.x / 2;
         return true;
     }
@@ -250,7 +255,8 @@ template <class C> struct TokenConsumer {
     }
     // Units from `first` on of one block of 64 features: every warp writes its 16 x 16 blocks, then one TMA store a unit. words(u, w):
     // the four words of the unit's block; column: of the first two and of the others, in 16 bytes.
-    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap *m, int x, int y, int column, int other, F words)
+    // maps: boxes of 16 rows and of a whole piece, which goes in one store: issuing one takes 150 cycles, for which all warps wait.
+    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap (&maps)[2], int x, int y, int column, int other, F words)
     {
         const uint32_t buffer = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + (turn++ & 1) * C::BUFFER;
         if (warp == 0 && lane == 0) tma_wait_read<1>();
@@ -268,19 +274,21 @@ template <class C> struct TokenConsumer {
         fence_async();
         bar_sync(1 + wg, 128);
         if (warp == 0 && lane == 0) {
-            for (int u = 0; u < C::PIECE && first + u < t.units; u++) {
-                const int row = t.row0 + 16 * (first + u), rows = t.rows - 16 * (first + u);
-                if (!p.ragged || rows >= 16) tma_store(m, buffer + u * 2048, x, y, row);
-                else
-                    for (int r = 0; r < rows; r++) tma_store(&p.d[1], buffer + u * 2048 + r * 128, x, y, row + r);
-            }
+            if (16 * C::PIECE <= t.rows - 16 * first && first + C::PIECE <= t.units) tma_store(&maps[1], buffer, x, y, t.row0 + 16 * first);
+            else
+                for (int u = 0; u < C::PIECE && first + u < t.units; u++) {
+                    const int row = t.row0 + 16 * (first + u), rows = t.rows - 16 * (first + u);
+                    if (rows >= 16) tma_store(&maps[0], buffer + u * 2048, x, y, row);
+                    else
+                        for (int r = 0; r < rows; r++) tma_store(&p.d1, buffer + u * 2048 + r * 128, x, y, row + r);
+                }
             tma_commit();
         }
     }
     // A block whose rows are 16 features: value(i) of accumulator i.
-    template <class F> DEV void put_rows(const TokenTile &t, int first, const CUtensorMap *m, int x, int y, F value)
+    template <class F> DEV void put_rows(const TokenTile &t, int first, const CUtensorMap (&maps)[2], int x, int y, F value)
     {
-        put(t, first, m, x, y, 2 * warp, 2 * warp + 1, [&](int u, uint32_t (&w)[4]) {
+        put(t, first, maps, x, y, 2 * warp, 2 * warp + 1, [&](int u, uint32_t (&w)[4]) {
             const int i = 8 * u;
             w[0] = pack2<T>(value(i), value(i + 1)), w[1] = pack2<T>(value(i + 4), value(i + 5));
             w[2] = pack2<T>(value(i + 2), value(i + 3)), w[3] = pack2<T>(value(i + 6), value(i + 7));
@@ -301,10 +309,10 @@ template <class C> struct TokenConsumer {
                 };
             };
             if (p.keep_h) {
-                put(t, first, &p.h, x, 0, warp, warp + 4, half(0));
-                put(t, first, &p.h, x, 1, warp, warp + 4, half(1));
+                put(t, first, p.h, x, 0, warp, warp + 4, half(0));
+                put(t, first, p.h, x, 1, warp, warp + 4, half(1));
             }
-            put(t, first, &p.d[0], x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
+            put(t, first, p.d, x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
 #pragma unroll
                 for (int m = 0; m < 2; m++)
 #pragma unroll
@@ -339,11 +347,11 @@ template <class C> struct TokenConsumer {
             for (int piece = 0; piece < C::PIECES; piece++) {
                 const int first = piece * C::PIECE;
                 if (first >= t.units) break;
-                auto put_act = [&](auto kind) { put_rows(t, first, &p.d[0], x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
-                if constexpr (C::EPI == TOK_STORE) put_rows(t, first, &p.d[0], x, 0, gate);
+                auto put_act = [&](auto kind) { put_rows(t, first, p.d, x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
+                if constexpr (C::EPI == TOK_STORE) put_rows(t, first, p.d, x, 0, gate);
                 else {
-                    if (p.keep_h) put_rows(t, first, &p.h, x, 0, gate);
-                    if (GLU && p.keep_h) put_rows(t, first, &p.h, x, 1, up);
+                    if (p.keep_h) put_rows(t, first, p.h, x, 0, gate);
+                    if (GLU && p.keep_h) put_rows(t, first, p.h, x, 1, up);
                     if (p.act.kind == FAST_ERF) put_act(std::integral_constant<int, FAST_ERF>());
                     else if (p.act.kind == FAST_RELU) put_act(std::integral_constant<int, FAST_RELU>());
                     else put_act(std::integral_constant<int, FAST_SIGMOID>());
@@ -356,7 +364,7 @@ template <class C> struct TokenConsumer {
         const int steps = p.k_steps * p.parts;
         more = sched.next(ahead);
         while (more) {
-            const TokenTile t = ahead;
+            const TokenTile t = ahead.uniform();
             if (!t.live) {
                 for (int k = 0; k < steps; k++) {
                     mbar_wait(ring.full + 8 * s, phase);

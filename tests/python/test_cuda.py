@@ -252,8 +252,8 @@ def test_many_experts():
     given = layer(40, 64, 8, 3000, 32)
     for a, b in zip(results(*given), specification(*given), strict=True):
         assert rel(a, b.cuda()) < 6e-3
-    with pytest.raises(NotImplementedError, match="E is 12289, at most 12288"):
-        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 1, 64, 64, 12289, k=1)
+    with pytest.raises(NotImplementedError, match="E is 65536, at most 65535"):
+        ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 0), 1, 64, 64, 65536, k=1)
 
 
 # ---- what training and serving do -----------------------------------------------------------------------------------
@@ -438,7 +438,7 @@ def test_training_follows_eager():
     model = tiny("Qwen3Moe").cuda()
     curves = []
     for m in (copy.deepcopy(model), fusedmoe.apply(model)):
-        optimizer = torch.optim.AdamW(m.parameters(), 1e-3)
+        optimizer = torch.optim.SGD(m.parameters(), 0.3)  # Adam makes steps of gradients that are rounding alone
         curves.append([])
         for _ in range(20):
             optimizer.zero_grad()

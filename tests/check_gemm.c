@@ -4,7 +4,10 @@
 
 /* ---- panels, as kernels.h describes them ---- */
 
-static bool is_pairs(const check_kernel *k) { return strstr(k->field, "pairs") || strcmp(k->field, "gemm_bf16") == 0; }
+static bool is_pairs(const check_kernel *k)
+{
+    return strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") || strstr(k->field, "outer_bf16");
+}
 
 static int64_t panel_units(bool pairs, int64_t kc) { return (pairs ? (kc + 1) / 2 : kc) * FMOE_NB; } /* of 32 bits */
 
@@ -115,11 +118,11 @@ static void check_tile_order(const product *p, int first)
     }
 }
 
-/* A chunk to be packed on the side: its two halves of 32 columns in memory of their own, each ending at a forbidden
- * page, and what the panel shall be. */
+/* A chunk to be packed on the side: the two halves of its panels' columns in memory of their own, each ending at a
+ * forbidden page, and what the panels shall be. */
 typedef struct beside {
     fmoe_side side;
-    int64_t kc;
+    int64_t units; /* of the panels */
     unsigned char *want;
 } beside;
 
@@ -130,19 +133,22 @@ static void draw_beside(beside *b, bool pairs)
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
     const bool cols = check_below(2);
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
-    const int64_t step = (cols ? kc : 32) * element + apart, lines = cols ? 32 : kc;
-    const size_t bytes = (size_t)((lines - 1) * step + (cols ? kc : 32) * element);
+    const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
+    const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;
+    const size_t bytes = (size_t)((lines - 1) * step + (cols ? kc : columns) * element);
     char *half[2];
-    *b = (beside){.kc = kc, .want = check_alloc((size_t)panel_units(pairs, kc) * 4)};
+    *b = (beside){.units = panels * panel_units(pairs, kc)};
+    b->want = check_alloc((size_t)b->units * 4);
     for (int h = 0; h < 2; h++) {
         half[h] = check_guarded(bytes, (size_t)element);
         for (size_t i = 0; i < bytes; i++) half[h][i] = (char)check_random();
         for (size_t i = 0; i < bytes / 2 && dtype == FMOE_F16; i++)
             ((uint16_t *)(void *)half[h])[i] &= 0xbbff; /* no NaN */
-        for (int64_t n = 0; n < 32; n++)
-            for (int64_t i = 0; i < kc; i++) {
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t i = 0; i < kc && n % FMOE_NB < 32; i++) {
                 const char *from = half[h] + (cols ? n * step + i * element : i * step + n * element);
-                const int64_t at = panel_at(pairs, 64, kc, i, 32 * h + n);
+                const int64_t at =
+                    n / FMOE_NB * panel_units(pairs, kc) * unit + panel_at(pairs, 64, kc, i, 32 * h + n % FMOE_NB);
                 uint16_t bits = 0;
                 if (dtype != FMOE_F32) memcpy(&bits, from, 2);
                 const float v = dtype == FMOE_BF16 ? fmoe_bf16_to_float(bits) : fmoe_f16_to_float(bits);
@@ -150,23 +156,25 @@ static void draw_beside(beside *b, bool pairs)
                 else memcpy(b->want + 4 * at, dtype == FMOE_F32 ? (const void *)from : &v, 4);
             }
     }
-    b->side = (fmoe_side){.panel = check_guarded((size_t)panel_units(pairs, kc) * 4, 64),
+    b->side = (fmoe_side){.panel = check_guarded((size_t)b->units * 4, 64),
+                          .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(pairs, kc) * 4,
+                          .to_run = cols ? 32 : 2 * FMOE_NB * 4,
                           .kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS,
                           .dtype = dtype,
                           .pack = {.at = half[0],
                                    .half = {half[0], half[1]},
-                                   .left = pieces * (cols ? 8 : 1),
+                                   .left = pieces * (cols ? 8 : panels),
                                    .step = step,
-                                   .advance = cols ? k * element : k * step,
-                                   .run_step = 8 * step,
-                                   .in_run = (int32_t)pieces,
-                                   .length = (int32_t)pieces,
-                                   .per_half = cols ? 4 : 1}};
+                                   .advance = cols ? k * element : FMOE_NB * element,
+                                   .run_step = cols ? 8 * step : k * step,
+                                   .in_run = (int32_t)(cols ? pieces : panels),
+                                   .length = (int32_t)(cols ? pieces : panels),
+                                   .per_half = (int32_t)(cols ? 4 : pieces)}};
 }
 
-static void check_beside(const beside *b, bool pairs, int64_t asked)
+static void check_beside(const beside *b, int64_t asked)
 {
-    const size_t bytes = (size_t)panel_units(pairs, b->kc) * 4;
+    const size_t bytes = (size_t)b->units * 4;
     if (b->side.pack.left == asked) return; /* a level that packs nothing on the side */
     if (b->side.pack.left) check_fail("%" PRId64 " of %" PRId64 " pieces were left", b->side.pack.left, asked);
     for (size_t i = 0; i < bytes && !check_failed(); i++)
@@ -201,7 +209,7 @@ void check_gemm(const check_kernel *k, int64_t index)
                                   .per_half = 1,
                                   .left = check_below(9)};
     gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
-    check_beside(&next, p.pairs, asked);
+    check_beside(&next, asked);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
         for (int64_t n = 0; n < FMOE_NB; n++) {
             double sum = first ? 0 : (double)p.before[r * p.ldc + n], magnitude = fabs(sum);
@@ -242,6 +250,64 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
+}
+
+/* ---- outer: from two packed panels to the rows of a gradient, each of them whole cache lines ---- */
+
+void check_outer(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, &check_table);
+    static const int64_t ms[] = {1, 6, 7, 63, 64, 65, 128, 130};
+    const bool pairs = is_pairs(k);
+    const int64_t m = index < 8 ? ms[index] : 1 + check_below(150),
+                  gap = check_below(2) ? 0 : 32 * (1 + check_below(4));
+    const int64_t kc = pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140), units = panel_units(pairs, kc);
+    const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
+    const bool more = check_below(2);
+    check_note("m=%" PRId64 " kc=%" PRId64 " gap=%" PRId64 " dtype=%d earlier sums=%d", m, kc, gap, dtype, more);
+    const int64_t panels = fmoe_ceil_div(m, FMOE_NB);
+    char *left = check_guarded((size_t)(panels * units) * 4, 4), *panel = check_guarded((size_t)units * 4, 4);
+    for (int64_t i = 0; i < (panels + 1) * units * (pairs ? 2 : 1); i++) {
+        const int64_t n = panels * units * (pairs ? 2 : 1);
+        const float v = (float)(2 * check_uniform() - 1);
+        char *to = i < n ? left : panel;
+        if (pairs) ((uint16_t *)(void *)to)[i < n ? i : i - n] = fmoe_float_to_bf16(v);
+        else ((float *)(void *)to)[i < n ? i : i - n] = v;
+    }
+    float *c = check_guarded((size_t)(m * FMOE_NB) * sizeof *c, 4);
+    for (int64_t i = 0; i < m * FMOE_NB; i++) c[i] = (float)(2 * check_uniform() - 1);
+    fmoe_tensor *dst = check_rows(dtype, m, FMOE_NB, gap);
+    if ((uintptr_t)dst->data % 64) check_fail("the draw is not aligned");
+    if (check_failed()) return;
+    outer(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype);
+    const double half_ulp = dtype == FMOE_F32 ? 0 : dtype == FMOE_BF16 ? 0x1p-8 : 0x1p-11;
+    for (int64_t i = 0; i < m * FMOE_NB && !check_failed(); i++) {
+        const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
+        double sum = more ? (double)c[i] : 0, magnitude = fabs(sum);
+        for (int64_t r = 0; r < kc; r++) {
+            const int64_t a = row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(pairs, 64, kc, r, row % FMOE_NB);
+            const int64_t b = panel_at(pairs, 64, kc, r, n);
+            const double one = pairs ? (double)fmoe_bf16_to_float(((uint16_t *)(void *)left)[a]) *
+                                           (double)fmoe_bf16_to_float(((uint16_t *)(void *)panel)[b])
+                                     : (double)((float *)(void *)left)[a] * (double)((float *)(void *)panel)[b];
+            sum += one;
+            magnitude += fabs(one);
+        }
+        check_near("dst", i, check_get(dst, i), sum,
+                   check_c(kc) * U32 * magnitude * 1.01 + half_ulp * fabs(sum) + 0x1p-25);
+    }
+    check_gaps("dst", dst);
+}
+
+void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, table);
+    enum { M = 128, ROWS = 64 };
+    static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
+    static float dst[M * FMOE_NB] __attribute__((aligned(64)));
+    for (int i = 0; i < 20; i++) outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, is_pairs(k) ? FMOE_BF16 : FMOE_F32);
+    *items = 20;
+    *flops = 2.0 * M * ROWS * FMOE_NB;
 }
 
 /* ---- packing: exact ---- */

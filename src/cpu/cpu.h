@@ -119,8 +119,9 @@ fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
 typedef struct fmoe_scratch {
     void *panel;           /* two of FMOE_PANEL_BYTES: one multiplied, one packed */
     void *left;            /* 3 panels: the other operand of a weight gradient */
-    float *c;              /* [FMOE_ROW_BLOCK][FMOE_NB] */
-    float *sums;           /* [FMOE_TOKEN_BLOCK][FMOE_NB]: output columns owned by a task */
+    float *c;              /* [FMOE_PANELS * FMOE_TASK_ROWS][FMOE_NB], at least FMOE_ROW_BLOCK rows */
+    float *sums;           /* [panels][tokens][FMOE_NB]: output columns owned by a task */
+    int64_t room;          /* for sums */
     float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
     const void **pointers; /* [FMOE_KC_PAIRS] */
 } fmoe_scratch;
@@ -128,13 +129,14 @@ typedef struct fmoe_scratch {
 enum {
     FMOE_ROW_BLOCK = 512,
     FMOE_TASK_ROWS = 144,
+    FMOE_PANELS = 4, /* of 64 columns, at a time, where columns are neighbours in memory */
     FMOE_TOKEN_BLOCK = 2048,
     FMOE_WIDEN_ROWS = 48,
     FMOE_LEFT_PANELS = 3
 };
 
-void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c,
-                        const fmoe_plan_impl *p); /* s: one per worker, threads of them */
+/* s: one per worker, threads of them, with room for so many sums. */
+void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p, int64_t sums);
 
 /* Claim tasks 0..n-1, one after another, from any worker. */
 typedef struct fmoe_tasks {
@@ -200,6 +202,7 @@ typedef struct fmoe_out_run {
     int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
 } fmoe_out_run;
 
+int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N); /* of a task, given room for its sums */
 void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job);
 void fmoe_multiply_out(const fmoe_out_job *job);
 

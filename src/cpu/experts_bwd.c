@@ -42,7 +42,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     fmoe_groups_carve(&b->g, c, p->d.E, R);
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
-    fmoe_scratch_carve(b->scratch, c, p);
+    fmoe_scratch_carve(b->scratch, c, p, fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_out_columns(cpu, p->d.H));
     b->dh = fmoe_carve_take(c, R * p->h_cols, work);
     b->pa = fmoe_carve_take(c, R * p->d.I, work);
     b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));
@@ -267,8 +267,10 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     gradients dws = {.n = 0};
     const fmoe_outer_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
     outer(&dws, &like, dout, 0, pa, fmoe_w2_stack(dw));
-    outer(&dws, &like, dh, 0, x, fmoe_w1_stack(p, dw, 0));
-    if (!fmoe_w1_whole(p, dw)) outer(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
+    fmoe_stack w1 = fmoe_w1_stack(p, dw, 0);
+    if (!w1.list) w1.row = w1.rows = 0; /* both halves at once */
+    outer(&dws, &like, dh, 0, x, w1);
+    if (w1.list && p->gated) outer(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
     outer(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
     outer(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
     outer(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));

@@ -5,7 +5,11 @@
  * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic
  * counter, large experts first. A task takes its 64 columns of weights chunk by chunk, each weight byte read once, and
  * passes all rows of the expert by it while the chunk is in L2. A worker sees its chunks as one line that runs on over
- * tasks and experts: one is multiplied, the next packed, the one after fetched (side.h). */
+ * tasks and experts: one is multiplied, the next packed, the one after fetched (side.h).
+ *
+ * Weights whose columns are neighbours in memory (the backward's) are taken up to four panels at a time, with k that
+ * much shorter: 64 columns are a few cache lines of a page, whose address is looked up again for each, and rows a power
+ * of two apart share too few sets of L2 to wait there. */
 #include "cpu/cpu.h"
 
 /* ---- operands ---- */
@@ -57,19 +61,20 @@ void fmoe_store_row(const fmoe_kernels *k, int dtype, void *dst, const float *sr
     else memcpy(dst, src, (size_t)n * sizeof *src);
 }
 
-void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p)
+void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p, int64_t sums)
 {
     for (int w = 0; w < fmoe_cpu(p)->threads; w++) {
         fmoe_scratch one;
         one.panel = fmoe_carve_take(c, 2 * FMOE_PANEL_BYTES, 1);
-        one.c = fmoe_carve_take(c, FMOE_ROW_BLOCK * FMOE_NB, sizeof(float));
+        one.c = fmoe_carve_take(c, FMOE_PANELS * FMOE_TASK_ROWS * FMOE_NB, sizeof(float)); /* >= FMOE_ROW_BLOCK rows */
         one.pointers = fmoe_carve_take(c, FMOE_KC_PAIRS, sizeof(void *));
         /* A weight gradient needs `left`, the other two products `sums` and `widened`: one memory for both. */
-        const int64_t sums = FMOE_TOKEN_BLOCK * FMOE_NB, widened = FMOE_WIDEN_ROWS * FMOE_KC;
+        const int64_t widened = FMOE_WIDEN_ROWS * FMOE_KC;
         const int64_t left = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)sizeof(float);
         float *shared = fmoe_carve_take(c, fmoe_max(sums + widened, left), sizeof(float));
         one.left = shared;
         one.sums = shared;
+        one.room = sums;
         one.widened = shared ? shared + sums : NULL;
         if (s) s[w] = one;
     }
@@ -77,11 +82,22 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p)
 
 /* ---- one chunk of weights ---- */
 
-/* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on K alone. */
-static int64_t chunk_of(const fmoe_cpu_plan *cpu, int64_t K)
+static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
+
+/* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. */
+static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 {
-    const int64_t most = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC, chunks = fmoe_max(1, fmoe_ceil_div(K, most));
-    return fmoe_ceil_div(fmoe_ceil_div(K, chunks), 32) * 32;
+    const int64_t most = (cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC) / (side_by_side(v) && !cpu->gather ? FMOE_PANELS : 1);
+    const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K, most));
+    return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
+}
+
+/* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. */
+static int64_t panels_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, int64_t blocks, int64_t tasks)
+{
+    int64_t panels = side_by_side(v) && !cpu->gather ? FMOE_PANELS : 1;
+    while (panels > 1 && blocks / panels < tasks) panels /= 2;
+    return panels;
 }
 
 /* Rows of an expert that pass by a panel at a time: in equal parts, few enough to stay in L2 from panel to panel. */
@@ -90,17 +106,19 @@ static int64_t rows_of_task(int64_t rows)
     return fmoe_ceil_div(rows, fmoe_max(1, fmoe_ceil_div(rows, FMOE_TASK_ROWS)));
 }
 
-/* What is multiplied at a time: kc of k of up to 64 columns, by up to FMOE_TASK_ROWS rows of an expert. */
+/* What is multiplied at a time: kc of k of up to 64 columns, or several panels of them, by up to FMOE_TASK_ROWS rows of
+ * an expert. The sums of panel i are c[i*rows ...]. */
 typedef struct step {
     fmoe_view v[2]; /* one or two matrices, which share N and K */
     int n_v, dtype;
-    int64_t n0, n, k0, kc; /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
-    int64_t e, row, rows;  /* rows of A */
-    const fmoe_rows *a;    /* A itself, or the rows of a low-rank term */
-    int64_t a_column;      /* where A's k starts in its rows */
-    bool first, last;      /* of the sum over k */
-    int64_t t0, t1;        /* out: the tokens whose sums these columns are part of */
-    bool opens, closes;    /* out: first and last of all steps of those sums */
+    int64_t n0, n, k0, kc;         /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
+    int64_t e, row, rows;          /* rows of A */
+    const fmoe_rows *a;            /* A itself, or the rows of a low-rank term */
+    int64_t a_column;              /* where A's k starts in its rows */
+    bool first, last;              /* of the sum over k */
+    int64_t t0, t1;                /* out: the tokens whose sums these columns are part of */
+    int64_t first_column, columns; /* out: the columns of the task, of which these are some */
+    bool opens, closes;            /* out: first and last of all steps of those sums */
 } step;
 
 static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols)
@@ -119,24 +137,30 @@ static const char *chunk_at(const step *s, int i)
 
 static bool along_k(const step *s) { return s->v[0].sk == 1 || s->kc == 1; }
 
+static int64_t panels_in(const step *s) { return fmoe_ceil_div(s->n * s->n_v, FMOE_NB); }
+
 /* The whole chunk at once. */
-static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const step *s, void *panel)
+static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const step *s, char *panel)
 {
     const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
+    const int64_t bytes = (int64_t)fmoe_panel_bytes(cpu, s->kc), panels = panels_in(s);
     const bool cols = along_k(s);
-    if (s->n < width) memset(panel, 0, fmoe_panel_bytes(cpu, s->kc));
-    for (int i = 0; i < s->n_v; i++) {
-        const char *base = chunk_at(s, i);
-        const int64_t pointers = cols ? s->n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
-        for (int64_t j = 0; j < pointers; j++) scratch->pointers[j] = base + j * apart;
-        packer(cpu, s->dtype, cols)(panel, s->kc, i * width, scratch->pointers, s->n);
-    }
+    if (s->n < panels * width) memset(panel + (panels - 1) * bytes, 0, (size_t)bytes);
+    for (int64_t j = 0; j < panels; j++)
+        for (int i = 0; i < s->n_v; i++) {
+            const char *base = chunk_at(s, i) + j * FMOE_NB * s->v[i].sn * element;
+            const int64_t n = fmoe_min(width, s->n - j * width);
+            const int64_t pointers = cols ? n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
+            for (int64_t k = 0; k < pointers; k++) scratch->pointers[k] = base + k * apart;
+            packer(cpu, s->dtype, cols)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
+        }
 }
 
-/* The two halves of a chunk's 64 columns, which may be of two matrices; false where columns are missing. */
+/* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const step *s, const char *half[2])
 {
-    if (s->n * s->n_v != FMOE_NB || (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
+    if (s->n * s->n_v % FMOE_NB || (along_k(s) && s->n > FMOE_NB) ||
+        (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
         return false;
     half[0] = chunk_at(s, 0);
     half[1] = s->n_v == 2 ? chunk_at(s, 1) : half[0] + FMOE_NB / 2 * s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype);
@@ -146,6 +170,7 @@ static bool halves(const step *s, const char *half[2])
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
 static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe_side *side)
 {
+    enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
     const bool cols = along_k(s);
     const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k; /* of a piece */
@@ -154,30 +179,41 @@ static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe
     side->panel = panel;
     side->kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
     side->dtype = s->dtype;
+    side->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    side->to_run = cols ? 32 : 2 * ROW;
     w->at = w->half[0];
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
-    w->advance = cols ? k * element : k * w->step;
-    w->run_step = 8 * w->step;
-    w->per_half = cols ? FMOE_NB / 16 : 1;
-    w->length = w->in_run = (int32_t)pieces;
-    w->left = pieces * (cols ? FMOE_NB / 8 : 1);
+    w->advance = cols ? k * element : FMOE_NB * element;
+    w->run_step = cols ? 8 * w->step : k * w->step;
+    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : pieces);
+    w->length = w->in_run = (int32_t)(cols ? pieces : panels_in(s));
+    w->left = pieces * (cols ? FMOE_NB / 8 : panels_in(s));
 }
 
-/* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. */
-static void side_fetch(const step *s, fmoe_side *side)
+/* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
+ * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
+static void side_fetch(const step *before, const step *s, fmoe_side *side)
 {
-    enum { LINE = 64 };
+    enum { LINE = 64, FETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     const bool cols = along_k(s);
     fmoe_walk *w = &side->fetch;
     if (!halves(s, w->half)) return;
-    w->at = w->half[0];
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
-    w->advance = cols ? LINE : 8 * w->step;
-    w->run_step = cols ? 8 * w->step : LINE;
-    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : FMOE_NB / 2 * element / LINE);
-    w->length = w->in_run = (int32_t)(cols ? fmoe_ceil_div(s->kc * element, LINE) : fmoe_ceil_div(s->kc, 8));
-    w->left = (int64_t)w->length * 2 * w->per_half;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = (int32_t)fmoe_ceil_div((cols ? s->kc : s->n) * element, LINE);
+    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : fmoe_ceil_div(s->kc, 8));
+    w->left = (int64_t)w->length * w->per_half * (cols ? 2 : s->n_v);
+    if (!cols && s->n_v == 1 && before->n == s->n && before->v[0].sk == s->v[0].sk && before->dtype == s->dtype) {
+        w->half[1] = w->half[0];
+        w->half[0] = chunk_at(before, 0) + FETCH_AHEAD * w->step;
+        w->per_half = (int32_t)fmoe_ceil_div(fmoe_max(0, before->kc - FETCH_AHEAD), 8);
+        w->left = (int64_t)w->length * (w->per_half + fmoe_min(FETCH_AHEAD, s->kc) / 8);
+        if (!w->per_half) w->half[0] = w->half[1];
+    }
+    w->in_run = w->length;
+    w->at = w->half[0];
 }
 
 /* ---- a worker's line of chunks ---- */
@@ -205,15 +241,34 @@ static line line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch
                   .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
 }
 
-/* c[rows][64] (+)= A . W^T over one chunk, whose panel is ready. */
+/* A share of the work on the side, for one of `calls` products that are left, and what remains after it. */
+static fmoe_side side_share(fmoe_side *side, int64_t calls)
+{
+    fmoe_side share = *side;
+    share.pack.left = fmoe_ceil_div(side->pack.left, calls);
+    share.fetch.left = fmoe_ceil_div(side->fetch.left, calls);
+    return share;
+}
+
+static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
+{
+    const int64_t pack = side->pack.left - fmoe_ceil_div(side->pack.left, calls);
+    const int64_t fetch = side->fetch.left - fmoe_ceil_div(side->fetch.left, calls);
+    *side = *share;
+    side->pack.left += pack;
+    side->fetch.left += fetch;
+}
+
+/* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
 static void multiply(const line *l, const step *s, fmoe_side *side)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     const bool widen = s->a->dtype != cpu->work_type;
-    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS;
+    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = panels_in(s);
     const void *a[FMOE_TASK_ROWS];
+    int64_t calls = fmoe_ceil_div(s->rows, block) * panels;
     for (int64_t r = 0; r < s->rows; r += block) {
         const int64_t rows = fmoe_min(block, s->rows - r);
         for (int64_t i = 0; i < rows; i++) {
@@ -223,7 +278,12 @@ static void multiply(const line *l, const step *s, fmoe_side *side)
             fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
             a[i] = wide;
         }
-        gemm(rows, s->kc, a, 4, l->panel[0], l->scratch->c + r * FMOE_NB, FMOE_NB, s->first, side);
+        for (int64_t j = 0; j < panels; j++, calls--) {
+            fmoe_side share = side_share(side, calls);
+            gemm(rows, s->kc, a, 4, l->panel[0] + j * (int64_t)fmoe_panel_bytes(cpu, s->kc),
+                 l->scratch->c + (j * s->rows + r) * FMOE_NB, FMOE_NB, s->first, &share);
+            side_rest(side, &share, calls);
+        }
     }
 }
 
@@ -244,7 +304,7 @@ static const step *line_next(line *l)
     if (l->n <= 0) return NULL;
     fmoe_side side = {0};
     if (l->n > 1) side_pack(l->cpu, &l->steps[1], l->panel[1], &side);
-    if (l->n > 2) side_fetch(&l->steps[2], &side);
+    if (l->n > 2) side_fetch(&l->steps[1], &l->steps[2], &side);
     const bool whole = l->n > 1 && side.pack.left == 0;
     multiply(l, &l->steps[0], &side);
     if (whole || side.pack.left) pack_chunk(l->cpu, l->scratch, &l->steps[1], l->panel[1]);
@@ -257,6 +317,7 @@ typedef struct in_run {
     const fmoe_in_job *job;
     fmoe_tasks tasks;
     int64_t *ends; /* running number of tasks, by position in the order of groups */
+    int64_t width; /* columns of a task */
 } in_run;
 
 static int64_t in_columns(const fmoe_in_job *job, int64_t e) { return fmoe_stack_at(&job->w[0], e).N; }
@@ -286,7 +347,7 @@ static bool in_next(void *state, step *s)
         if (!fmoe_claim(&w->run->tasks, &task)) return false;
         while (task >= w->run->ends[w->position]) w->position++;
         *s = (step){.e = g->order[w->position], .n_v = job->n_w, .dtype = job->w[0].dtype, .a = &job->a};
-        const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = FMOE_NB / job->n_w;
+        const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = w->run->width;
         const int64_t blocks = fmoe_ceil_div(in_columns(job, s->e), width);
         const int64_t rows = g->off[s->e + 1] - g->off[s->e], at = index / blocks * rows_of_task(rows);
         s->row = g->off[s->e] + at;
@@ -296,7 +357,7 @@ static bool in_next(void *state, step *s)
         s->n = fmoe_min(width, s->v[0].N - s->n0);
     }
     const int64_t K = s->v[0].K;
-    s->kc = fmoe_min(chunk_of(job->cpu, K), K - s->k0);
+    s->kc = fmoe_min(chunk_of(job->cpu, &s->v[0]), K - s->k0);
     s->first = s->k0 == 0 && s->a == &job->a;
     s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
     w->at = *s;
@@ -310,7 +371,9 @@ static void in_worker(void *arg, int worker)
     fmoe_scratch *scratch = &job->scratch[worker];
     line l = line_of(job->cpu, job->g, scratch, in_next, &walk);
     for (const step *s; (s = line_next(&l));)
-        if (s->last) job->finish(job->ctx, s->e, s->row, s->rows, s->n0, s->n, scratch->c);
+        for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB)
+            job->finish(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),
+                        scratch->c + j * s->rows);
 }
 
 void fmoe_multiply_in(const fmoe_in_job *job)
@@ -319,11 +382,15 @@ void fmoe_multiply_in(const fmoe_in_job *job)
     const fmoe_groups *g = job->g;
     fmoe_in_job gathered = *job;
     gathered.a = fmoe_gather(job->p, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
-    in_run run = {.job = &gathered, .ends = g->ends};
+    in_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
+    if (job->n_w == 1) {
+        const fmoe_view v = fmoe_stack_at(&job->w[0], 0);
+        run.width *= panels_of(job->cpu, &v, g->E * fmoe_ceil_div(v.N, FMOE_NB), 4 * job->cpu->threads);
+    }
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
-        if (rows) n += fmoe_ceil_div(in_columns(job, e), FMOE_NB / job->n_w) * fmoe_ceil_div(rows, rows_of_task(rows));
+        if (rows) n += fmoe_ceil_div(in_columns(job, e), run.width) * fmoe_ceil_div(rows, rows_of_task(rows));
         run.ends[i] = n;
     }
     run.tasks.n = n;
@@ -353,10 +420,12 @@ static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t 
 
 typedef struct out_walk {
     fmoe_out_run *run;
-    step at;        /* the last one handed out */
-    int half;       /* stack it is of */
-    int64_t end, e; /* rows of its expert end here; the expert after it */
-    int64_t block;  /* rows of its expert's steps */
+    step at;            /* the last one handed out */
+    int half;           /* stack it is of */
+    int64_t n0, n1;     /* columns of its task */
+    int64_t begin, end; /* rows of its expert */
+    int64_t e;          /* the expert after it */
+    int64_t block;      /* rows of its expert's steps */
 } out_walk;
 
 /* Claim the next task that has rows, and stand before its first expert. Tasks without any are zeros. */
@@ -367,11 +436,32 @@ static bool out_claim(out_walk *w)
     int64_t task;
     if (!fmoe_claim(&w->run->tasks, &task)) return false;
     w->at = (step){.n_v = 1, .opens = true};
-    w->at.n0 = task % w->run->blocks * FMOE_NB;
-    w->at.n = fmoe_min(FMOE_NB, N - w->at.n0);
+    w->n0 = task % w->run->blocks * w->run->width;
+    w->n1 = fmoe_min(N, w->n0 + w->run->width);
     w->at.t0 = task / w->run->blocks * w->run->tokens;
     w->at.t1 = fmoe_min(T, w->at.t0 + w->run->tokens);
     w->e = next_expert(job->g, 0, w->at.t0, w->at.t1);
+    return true;
+}
+
+/* The next expert of the task, or of the next task. */
+static bool out_expert(out_walk *w)
+{
+    const fmoe_groups *g = w->run->job->g;
+    step *at = &w->at;
+    const bool same = at->rows && w->e < g->E;
+    if (!same && !out_claim(w)) return false;
+    at->opens = !same;
+    at->e = w->e;
+    w->begin = w->end = 0;
+    if (at->e < g->E) {
+        w->begin = fmoe_first_row(g, at->e, at->t0);
+        w->end = fmoe_first_row(g, at->e, at->t1);
+        w->block = rows_of_task(w->end - w->begin);
+        w->e = next_expert(g, at->e + 1, at->t0, at->t1);
+    }
+    at->row = w->begin;
+    at->n0 = w->n0;
     return true;
 }
 
@@ -383,47 +473,40 @@ static bool out_next(void *state, step *s)
     const bool has_low = job->low.b[0].t;
     step *at = &w->at;
     at->k0 += at->kc;
-    if (at->rows && at->k0 < at->v[0].K) { /* the next chunk */
-        at->opens = false;
+    at->opens = false;
+    if (at->rows && at->k0 < at->v[0].K) {           /* the next chunk */
     } else if (at->rows && w->half + 1 < job->n_w) { /* the next matrix along k */
         at->a_column += at->v[0].K;
         at->v[0] = fmoe_stack_at(&job->w[++w->half], at->e);
         at->k0 = 0;
-        at->opens = false;
     } else if (at->rows && has_low && at->a == &job->a) { /* the low-rank term */
         at->v[0] = fmoe_stack_at(&job->low.b[0], at->e);
         at->dtype = job->low.b[0].dtype;
         at->a = &job->low.l;
         at->a_column = at->k0 = 0;
-        at->opens = false;
     } else {
         if (at->rows && at->row + at->rows < w->end) { /* the next rows of the expert */
             at->row += at->rows;
-            at->opens = false;
-        } else { /* the next expert, or task */
-            const bool same = at->rows && w->e < g->E;
-            if (!same && !out_claim(w)) return false;
-            at->opens = !same;
-            at->e = w->e;
-            at->row = at->rows = w->end = 0;
-            if (at->e < g->E) {
-                at->row = fmoe_first_row(g, at->e, at->t0);
-                w->end = fmoe_first_row(g, at->e, at->t1);
-                w->block = rows_of_task(w->end - at->row);
-                w->e = next_expert(g, at->e + 1, at->t0, at->t1);
-            }
+        } else if (at->rows && at->n0 + at->n < w->n1) { /* the next panels of the task */
+            at->n0 += at->n;
+            at->row = w->begin;
+        } else if (!out_expert(w)) {
+            return false;
         }
         at->rows = fmoe_min(w->block, w->end - at->row);
         at->a_column = at->k0 = w->half = 0;
         at->a = &job->a;
         at->dtype = job->w[0].dtype;
         at->v[0] = fmoe_stack_at(&job->w[0], at->e < g->E ? at->e : 0);
+        at->n = fmoe_min(FMOE_NB * panels_of(job->cpu, &at->v[0], FMOE_PANELS, 1), w->n1 - at->n0);
     }
     const int64_t K = at->v[0].K;
-    at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, K), K - at->k0) : 0;
+    at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, &at->v[0]), K - at->k0) : 0;
     at->first = at->k0 == 0 && w->half == 0 && at->a == &job->a;
     at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_low || at->a == &job->low.l);
-    at->closes = !at->rows || (at->last && at->row + at->rows == w->end && w->e == g->E);
+    at->closes = !at->rows || (at->last && at->row + at->rows == w->end && at->n0 + at->n == w->n1 && w->e == g->E);
+    at->first_column = w->n0;
+    at->columns = w->n1 - w->n0;
     *s = *at;
     return true;
 }
@@ -472,21 +555,46 @@ static void out_worker(void *arg, int worker)
     fmoe_scratch *scratch = &job->scratch[worker];
     line l = line_of(job->cpu, job->g, scratch, out_next, &walk);
     for (const step *s; (s = line_next(&l));) {
-        if (s->opens) memset(scratch->sums, 0, (size_t)((s->t1 - s->t0) * FMOE_NB) * sizeof *scratch->sums);
-        if (s->last) fmoe_out_rows(job, scratch, scratch->c, s->e, s->row, s->rows, s->n0, s->n, s->t0);
-        if (s->closes) fmoe_out_store(job, scratch, s->t0, s->t1, s->n0, s->n);
+        /* The sums of one panel after another, [tokens][64] each. */
+        const int64_t tokens = s->t1 - s->t0;
+        fmoe_scratch panel = *scratch;
+        if (s->opens)
+            memset(panel.sums, 0, (size_t)(fmoe_ceil_div(s->columns, FMOE_NB) * tokens * FMOE_NB) * sizeof *panel.sums);
+        for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB) {
+            panel.sums = scratch->sums + (s->n0 - s->first_column + j) * tokens;
+            fmoe_out_rows(job, &panel, panel.c + j * s->rows, s->e, s->row, s->rows, s->n0 + j,
+                          fmoe_min(FMOE_NB, s->n - j), s->t0);
+        }
+        for (int64_t j = 0; s->closes && j < s->columns; j += FMOE_NB) {
+            panel.sums = scratch->sums + j * tokens;
+            fmoe_out_store(job, &panel, s->t0, s->t1, s->first_column + j, fmoe_min(FMOE_NB, s->columns - j));
+        }
     }
+}
+
+/* Columns of a task. Where they are neighbours in memory, as many as leave TASKS to a thread: a page that holds them is
+ * then looked up once for all of them. */
+int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N)
+{
+    enum { TASKS = 2 };
+    return cpu->gather ? FMOE_NB : FMOE_NB * fmoe_max(1, N / (FMOE_NB * TASKS * cpu->threads));
 }
 
 void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
 {
-    const int64_t T = job->out->shape[0], blocks = fmoe_ceil_div(job->out->shape[1], FMOE_NB);
+    const int64_t T = job->out->shape[0], N = job->out->shape[1], blocks = fmoe_ceil_div(N, FMOE_NB);
     *run = (fmoe_out_run){.job = job, .fn = out_worker, .blocks = blocks, .width = FMOE_NB};
     if (T == 0 || fmoe_direct_out(run, job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
     run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
-    run->tasks.n = blocks * fmoe_ceil_div(T, run->tokens);
+    const fmoe_view v = fmoe_stack_at(&job->w[0], 0);
+    if (side_by_side(&v)) {
+        const int64_t room = job->scratch[0].room / fmoe_min(T, run->tokens);
+        run->width = fmoe_max(FMOE_NB, fmoe_min(room, fmoe_out_columns(job->cpu, N)) / FMOE_NB * FMOE_NB);
+        run->blocks = fmoe_ceil_div(N, run->width);
+    }
+    run->tasks.n = run->blocks * fmoe_ceil_div(T, run->tokens);
 }
 
 void fmoe_multiply_out(const fmoe_out_job *job)

@@ -40,15 +40,15 @@ static inline __m512 widen_f16(__m256i x) { return _mm512_cvtph_ps(x); }
     } while (0)
 #define PIECE_COLS(type)                                                                                               \
     do {                                                                                                               \
-        PIECE_COLS_HALF(type, "0", piece_cols_at(side));                                                               \
-        PIECE_COLS_HALF(type, "16", piece_cols_at(side) + 8 * PANEL_ROW);                                              \
+        PIECE_COLS_HALF(type, "0", piece_at(side));                                                                    \
+        PIECE_COLS_HALF(type, "16", piece_at(side) + 8 * PANEL_ROW);                                                   \
     } while (0)
 
 #define PIECE_ROWS(type, element_bytes)                                                                                \
     _Pragma("GCC unroll 2") for (int part = 0; part < 2; part++)                                                       \
     {                                                                                                                  \
         const char *from = p + part * step, *other = piece_other(side) + part * step;                                  \
-        float *to = (float *)(void *)(piece_rows_at(side, 2) + part * PANEL_ROW);                                      \
+        float *to = (float *)(void *)(piece_at(side) + part * PANEL_ROW);                                              \
         _mm512_storeu_ps(to, load16_##type(from, 0xffff));                                                             \
         _mm512_storeu_ps(to + 16, load16_##type(from + 16 * element_bytes, 0xffff));                                   \
         _mm512_storeu_ps(to + 32, load16_##type(other, 0xffff));                                                       \

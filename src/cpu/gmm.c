@@ -11,7 +11,7 @@ static void carve(const fmoe_plan_impl *p, fmoe_carve *c, gmm_buffers *b)
 {
     fmoe_groups_carve(&b->g, c, p->d.E, 0);
     b->scratch = fmoe_carve_take(c, fmoe_cpu(p)->threads, sizeof *b->scratch);
-    fmoe_scratch_carve(b->scratch, c, p);
+    fmoe_scratch_carve(b->scratch, c, p, FMOE_TOKEN_BLOCK * FMOE_NB);
 }
 
 void fmoe_cpu_gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c)

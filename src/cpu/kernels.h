@@ -66,6 +66,11 @@ typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, co
  * cache: a weight gradient is written once and not read soon. */
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n);
 
+/* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
+ * i < m. `left` is panels of 64 columns, one after another. Every row of dst is whole cache lines, in `dtype`. */
+typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
+                           int64_t stride, int dtype);
+
 typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n); /* y += s * x */
 typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* fixed order of 16 partial sums */
 typedef double fmoe_peak_fn(int64_t rounds); /* multiply-adds in registers; returns the flops done */

@@ -4,20 +4,38 @@
  *
  * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64
  * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task
- * owns up to 512 rows of dW, keeps the packed A for them (384 KiB at most), and walks along the columns; sums stay in
- * registers over all rows of the expert, up to a chunk. */
+ * owns a range of rows of dW, keeps the packed A for them (384 KiB at most), and walks along the columns; sums stay in
+ * registers over all rows of the expert, up to a chunk, and go from there to memory where the level can (outer_*). */
 #include "cpu/cpu.h"
 
-/* Rows of dW in one task: as many as the packed A of this many rows has room for. Each task packs all of B again, so
- * more is better, down to a few tasks a thread. */
+/* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
+ */
+static bool own_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_left_pairs; }
+
+static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
+{
+    return own_rows(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
+}
+
+static fmoe_outer_fn *outer_kernel(const fmoe_outer_job *job)
+{
+    const fmoe_kernels *k = &job->cpu->k;
+    return job->accumulate || own_rows(job->cpu) ? NULL : job->cpu->pairs ? k->outer_bf16 : k->outer_f32;
+}
+
+static int64_t chunk_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC; }
+
+/* Rows of dW in one task: as many as the packed A of this many rows has room for, and, where sums pass through the
+ * scratch, as it has room for. Each task packs all of B again, so more is better, down to a few tasks a thread. */
 static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 {
     const fmoe_groups *g = job->g;
-    const int64_t chunk = job->cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC,
-                  rows = fmoe_ceil_div(fmoe_max(1, fmoe_min(chunk, g->off[e + 1] - g->off[e])), 32) * 32;
+    const int64_t all = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
+    const int64_t rows = fmoe_ceil_div(fmoe_max(1, fmoe_min(chunk, all)), 32) * 32;
     const int64_t fit = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(job->cpu, rows) * FMOE_NB;
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
-    const int64_t want = fmoe_min(fmoe_min(fit, FMOE_ROW_BLOCK), fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
+    const int64_t most = all <= chunk && outer_kernel(job) ? fit : fmoe_min(fit, FMOE_ROW_BLOCK);
+    const int64_t want = fmoe_min(most, fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
     return fmoe_ceil_div(fmoe_ceil_div(N, fmoe_ceil_div(N, want)), FMOE_NB) * FMOE_NB; /* equal tasks, whole panels */
 }
 
@@ -36,34 +54,34 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
     pack(panel, kc, 0, pointers, n);
 }
 
-/* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
- */
-static bool own_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_left_pairs; }
-
-static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
+static int64_t left_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
 {
-    return own_rows(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
+    return (int64_t)fmoe_panel_bytes(cpu, padded_rows(cpu, kc));
 }
 
-/* Columns [column, column+m) of the left operand, and where each begins. */
+/* Columns [column, column+m) of the left operand. */
 static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g, int64_t e,
-                      int64_t row, int64_t kc, int64_t column, int64_t m, const void **a)
+                      int64_t row, int64_t kc, int64_t column, int64_t m)
 {
-    const int64_t panel_bytes = (int64_t)fmoe_panel_bytes(cpu, padded_rows(cpu, kc));
-    const int64_t unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
     const void **pointers = s->pointers;
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
-        char *to = (char *)s->left + i / FMOE_NB * panel_bytes;
+        char *to = (char *)s->left + i / FMOE_NB * left_panel_bytes(cpu, kc);
         if (own_rows(cpu)) {
             for (int64_t k = 0; k < kc; k++) pointers[k] = (const uint16_t *)fmoe_row(left, g, e, row + k) + column + i;
             cpu->k.pack_left_pairs(to, kc, pointers, n);
-            for (int64_t j = 0; j < n; j++) a[i + j] = to + j * panel_bytes / FMOE_NB;
         } else {
             pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
-            for (int64_t j = 0; j < n; j++) a[i + j] = to + (j / unit * unit * kc + j % unit) * 4;
         }
     }
+}
+
+/* Where column i of the packed left operand begins. */
+static const char *left_at(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, int64_t kc, int64_t i)
+{
+    const char *panel = (const char *)s->left + i / FMOE_NB * left_panel_bytes(cpu, kc);
+    const int64_t j = i % FMOE_NB, unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
+    return panel + (own_rows(cpu) ? j * left_panel_bytes(cpu, kc) / FMOE_NB : (j / unit * unit * kc + j % unit) * 4);
 }
 
 /* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
@@ -95,6 +113,47 @@ static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
 
 enum { STORE_ROWS = 128 }; /* of 64 f32 sums: 32 KiB */
 
+/* What is left to do with 64 columns of dW when both operands of a chunk of rows are packed. */
+typedef struct block {
+    const fmoe_outer_job *job;
+    fmoe_scratch *s;
+    char *dst; /* rows of it are `stride` elements apart */
+    int64_t m, n, stride, kc;
+    bool first, last; /* of the chunks of rows */
+} block;
+
+static bool streams(const block *b)
+{
+    const int64_t element = (int64_t)fmoe_dtype_size(b->job->dw.dtype);
+    return b->last && outer_kernel(b->job) && b->n == FMOE_NB && (uintptr_t)b->dst % 64 == 0 &&
+           b->stride * element % 64 == 0;
+}
+
+static void multiply_block(const block *b)
+{
+    const fmoe_cpu_plan *cpu = b->job->cpu;
+    const int64_t padded = padded_rows(cpu, b->kc);
+    if (streams(b)) {
+        outer_kernel(b->job)(b->m, padded, b->s->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
+                             b->job->dw.dtype);
+        return;
+    }
+    const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
+    fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
+    fmoe_side nothing = {0};
+    /* Sums that are complete after one chunk are stored while they are in L1. */
+    const int64_t rows = b->first && b->last ? STORE_ROWS : b->m;
+    const void *a[FMOE_ROW_BLOCK];
+    for (int64_t i = 0; i < b->m; i += rows) {
+        const int64_t m = fmoe_min(rows, b->m - i);
+        for (int64_t j = 0; j < m; j++) a[j] = left_at(cpu, b->s, b->kc, i + j);
+        gemm(m, padded, a, a_step, b->s->panel, b->s->c, FMOE_NB, b->first, &nothing);
+        if (b->last)
+            store_block(&cpu->k, b->s->c, b->dst + i * b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype), m, b->n,
+                        b->stride, b->job->dw.dtype, b->job->accumulate);
+    }
+}
+
 static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
@@ -103,31 +162,20 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     const fmoe_view v = outer_view(job, e, &swapped);
     const fmoe_rows *left = swapped ? &job->b : &job->a, *right = swapped ? &job->a : &job->b;
     const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
-    const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0;
-    const int64_t chunk = cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC;
-    const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
-    fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
-    const void *a[FMOE_ROW_BLOCK];
-    fmoe_side nothing = {0};
-    /* Sums that are complete after one chunk are stored while they are in L1. */
-    const int64_t block = rows > chunk ? m : STORE_ROWS;
+    const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, chunk = chunk_rows(cpu);
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
-        const int64_t n = fmoe_min(FMOE_NB, v.K - k0);
-        char *dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
+        block b = {.job = job, .s = s, .m = m, .n = fmoe_min(FMOE_NB, v.K - k0), .stride = v.sn};
+        b.dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
         for (int64_t r = 0; r < rows; r += chunk) {
-            const int64_t kc = fmoe_min(chunk, rows - r), padded = padded_rows(cpu, kc);
-            if (k0 == 0 || rows > chunk) pack_left(cpu, s, left, g, e, row0 + r, kc, left_column + n0, m, a);
-            pack_operand(cpu, s, right, g, e, row0 + r, kc, right_column + k0, n, s->panel);
+            b.kc = fmoe_min(chunk, rows - r);
+            b.first = r == 0;
+            b.last = r + chunk >= rows;
+            if (k0 == 0 || rows > chunk) pack_left(cpu, s, left, g, e, row0 + r, b.kc, left_column + n0, m);
+            pack_operand(cpu, s, right, g, e, row0 + r, b.kc, right_column + k0, b.n, s->panel);
+            const size_t packed = fmoe_panel_bytes(cpu, b.kc);
             if (own_rows(cpu))
-                memset((char *)s->panel + fmoe_panel_bytes(cpu, kc), 0,
-                       fmoe_panel_bytes(cpu, padded) - fmoe_panel_bytes(cpu, kc));
-            for (int64_t i = 0; i < m; i += block) {
-                const int64_t mi = fmoe_min(block, m - i);
-                gemm(mi, padded, a + i, a_step, s->panel, s->c, FMOE_NB, r == 0, &nothing);
-                if (r + chunk >= rows)
-                    store_block(&cpu->k, s->c, dst + i * v.sn * (int64_t)fmoe_dtype_size(job->dw.dtype), mi, n, v.sn,
-                                job->dw.dtype, job->accumulate);
-            }
+                memset((char *)s->panel + packed, 0, fmoe_panel_bytes(cpu, padded_rows(cpu, b.kc)) - packed);
+            multiply_block(&b);
         }
     }
 }

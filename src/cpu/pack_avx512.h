@@ -77,14 +77,9 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 
 enum { PANEL_ROW = FMOE_NB * 4 }; /* bytes */
 
-static inline char *piece_cols_at(const fmoe_side *s)
+static inline char *piece_at(const fmoe_side *s)
 {
-    return s->panel + s->pack.run * 32 + (int64_t)(s->pack.length - s->pack.in_run) * 16 * PANEL_ROW;
-}
-
-static inline char *piece_rows_at(const fmoe_side *s, int64_t rows)
-{
-    return s->panel + (int64_t)(s->pack.length - s->pack.in_run) * rows * PANEL_ROW;
+    return s->panel + s->pack.run * s->to_run + (s->pack.length - s->pack.in_run) * s->to_step;
 }
 
 /* The same in the other half, where columns are neighbours. */
@@ -131,9 +126,9 @@ static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_si
 {
     __m512 z[4];
     PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "0", "16", z, s->pack.at, s->pack.step);
-    piece_cols_store(z, piece_cols_at(s));
+    piece_cols_store(z, piece_at(s));
     PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "32", "16", z, s->pack.at, s->pack.step);
-    piece_cols_store(z, piece_cols_at(s) + 8 * PANEL_ROW);
+    piece_cols_store(z, piece_at(s) + 8 * PANEL_ROW);
 }
 
 #endif

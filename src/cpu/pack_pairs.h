@@ -25,7 +25,7 @@ static inline __attribute__((always_inline)) void piece_pairs(fmoe_side *side)
     } else {
         const char *p = side->pack.at, *q = piece_other(side);
         const int64_t step = side->pack.step;
-        char *to = piece_rows_at(side, 2);
+        char *to = piece_at(side);
         interleave(p, p + step, to);
         interleave(q, q + step, to + PANEL_ROW / 2);
         interleave(p + 2 * step, p + 3 * step, to + PANEL_ROW);

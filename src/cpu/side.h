@@ -23,12 +23,13 @@ typedef struct fmoe_walk {
 } fmoe_walk;
 
 /* How a chunk of weights lies: k along memory (a piece is 8 columns x 16 units of 32 bits), or columns along memory (a
- * piece is two rows of units, 64 columns). */
+ * piece is two rows of units, 64 columns of one panel; pieces of all panels side by side are one run). */
 enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS };
 
 typedef struct fmoe_side {
     fmoe_walk pack, fetch;
-    char *panel, *to; /* where pack goes */
+    char *panel;             /* where pack goes: */
+    int64_t to_step, to_run; /* bytes on for each piece of a run, and for each run */
     int kind, dtype;
 } fmoe_side;
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmoe
 from common import V5, rel, step, tiny, worst
 from fusedmoe import GmmFunction, HybridGmmFunction, _core, ops
+from fusedmoe.integrations import routers
 from fusedmoe.kernels import apply_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not V5, reason="needs a CUDA device and transformers v5")
@@ -39,17 +40,17 @@ def layer(T, H, I, E, k, dtype=torch.bfloat16, seed=0, act=ops.SWIGLU, flags=0, 
     return leaf(normal(T, H) * H**0.5), ids.to(device), leaf(torch.rand(T, k, generator=g), torch.float32), [leaf(t) for t in w]
 
 
-def results(x, ids, p, w, act=ops.SWIGLU, flags=0, alpha=0.0, limit=0.0):
-    """The output and every gradient for a fixed dout."""
-    out = fusedmoe.experts(x, ids, p, w, act, flags, alpha, limit)
+def results(x, ids, p, w, act=ops.SWIGLU, flags=0, alpha=0.0, limit=0.0, lora=()):
+    """The output and every gradient for a fixed dout; lora: a1, b1, a2, b2."""
+    out = fusedmoe.experts(x, ids, p, w, act, flags, alpha, limit, (lora[:2], lora[2:]) if lora else ())
     dout = torch.sin(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(out.device, out.dtype)
-    return (out, *torch.autograd.grad(out, (x, p, *w), dout))
+    return (out, *torch.autograd.grad(out, (x, p, *w, *lora), dout))
 
 
-def specification(x, ids, p, w, *how):
+def specification(x, ids, p, w, *how, lora=()):
     """The same in double on the CPU: the reference of the C library."""
     double = lambda t: t.detach().cpu().double().requires_grad_()  # noqa: E731
-    return results(double(x), ids.cpu(), double(p), [double(t) for t in w], *how)
+    return results(double(x), ids.cpu(), double(p), [double(t) for t in w], *how, lora=[double(t) for t in lora])
 
 
 def exact_experts(x, ids, p, w1, w2):
@@ -91,6 +92,22 @@ def test_forms(form, sizes):
     given = layer(100, *sizes, act=act, flags=flags)
     for a, b in zip(results(*given, act, flags), specification(*given, act, flags & ~ops.RECOMPUTE), strict=True):
         assert rel(a, b.cuda()) < 2 * BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("form", ["recompute", "gpt-oss"])
+@pytest.mark.parametrize("dtype", list(BOUND), ids=str)
+@pytest.mark.parametrize("sizes", [HOPPER, ODD], ids=["hopper", "odd"])
+def test_adapters(form, dtype, sizes):
+    (act, flags), (H, I, E, _) = FORMS[form], sizes
+    given = layer(150, *sizes, dtype, act=act, flags=flags)
+    g = torch.Generator().manual_seed(8)
+    shapes = (E, 16, H), (E, 2 * I, 16), (E, 5, I), (E, H, 5)
+    lora = [(torch.randn(s, generator=g) / s[-1] ** 0.5).to("cuda", dtype).requires_grad_() for s in shapes]
+    wanted = specification(*given, act, flags & ~ops.RECOMPUTE, lora=lora)
+    for a, b in zip(results(*given, act, flags, lora=lora), wanted, strict=True):
+        assert rel(a, b.cuda()) < 2 * BOUND[dtype]
+    with torch.no_grad():
+        assert rel(fusedmoe.experts(*given, act, flags, lora=(lora[:2], lora[2:])), wanted[0].cuda()) < 2 * BOUND[dtype]
 
 
 def _operators(device, dtype):
@@ -284,6 +301,55 @@ def test_a_model_in_bf16_is_no_worse_than_eager(family, how):
         eager = step(model, IDS.cuda())
         ours = step(fusedmoe.apply(model), IDS.cuda())
     assert worst(ours, exact) <= 1.5 * worst(eager, exact)
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "DeepseekV3", "Glm4Moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routers_call_route(family, dtype):
+    """On a device apply() fuses routers: the experts chosen are the same, weights and gradients those of the router's own."""
+    model = tiny(family).cuda().to(dtype)
+    own, gates = copy.deepcopy(model), []
+    fusedmoe.apply(model)
+    for mine, other in zip(model.modules(), own.modules(), strict=True):
+        if getattr(vars(mine).get("forward"), "__func__", None) is routers.forward:
+            gates.append((mine, other))
+    assert len(gates) == 2, "the routers of both layers"
+    x = torch.randn(1000, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).to(dtype)
+
+    def run(gate, x):
+        """ids, weights in their order, gradients."""
+        gate.zero_grad()
+        x = x.clone().requires_grad_()
+        outs = gate(x)
+        ids, by_id = next(t for t in outs if not t.is_floating_point()).sort(1)
+        weights = next(t for t in outs if t.is_floating_point() and t.shape[1] == 2).gather(1, by_id)
+        weights.float().square().sum().backward()
+        return (ids, weights, x.grad, *(p.grad for p in gate.parameters() if p.grad is not None))
+
+    for mine, other in gates:
+        same = (run(mine, x)[0] == run(other, x)[0]).all(1)  # logits that are equal in bfloat16 leave the choice to torch.topk
+        assert same.all() if dtype == torch.float32 else same.float().mean() > 0.95
+        for a, b in zip(run(mine, x[same]), run(other, x[same]), strict=True):
+            assert a.dtype == b.dtype and rel(a, b) < 4 * BOUND[dtype]  # gpt-oss takes its own softmax in bfloat16
+    if dtype == torch.float32:
+        assert worst(step(model, IDS.cuda()), step(own, IDS.cuda())) <= 3e-5
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_adapters_of_peft(monkeypatch, family):
+    peft = pytest.importorskip("peft")
+    names = ["experts.gate_up_proj", "experts.down_proj"]
+    model = peft.get_peft_model(tiny(family), peft.LoraConfig(r=4, lora_alpha=24, target_parameters=names, target_modules=[]))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.2)  # zeros would hide it
+    model = model.cuda()
+    want = step(copy.deepcopy(model), IDS.cuda())
+    fusedmoe.apply(model)
+    real, adapters = ops.call, []
+    monkeypatch.setattr(ops, "call", lambda op, *a: (adapters.append(a[7]) if op is ops.experts_backward else None, real(op, *a))[1])
+    assert worst(step(model, IDS.cuda()), want) <= 3e-5
+    assert len(adapters) == 2 and all(flags & ops.LORA1 and flags & ops.LORA2 for flags in adapters), "both layers, in the kernels"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

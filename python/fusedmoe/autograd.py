@@ -34,15 +34,24 @@ def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p if p.dtype == dtype or (p.dtype == torch.float32 and dtype != torch.float64) else p.to(dtype)
 
 
+def _with_factors(w: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Sequence[Tensor]:
+    """w, its last tensors (the factors of adapters, a scale for each) as the C library reads them. Copies, for one call only: autograd
+    keeps what was given, which is the parameters themselves."""
+    n = len(w) - len(scales)
+    factors = [t.to(dtype) if s == 1 else t.to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(s)
+               for t, s in zip(w[n:], scales, strict=True)]  # fmt: skip
+    return [*w[:n], *(t if 1 in t.stride()[1:] else t.contiguous() for t in factors)] if factors else w
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple[int, int, float, float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
+    def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
         line: tuple = ()
         if torch.compiler.is_compiling():
             line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, *layer[:2]), ids.shape[1], *layer)
-        out, saved = ops.call(ops.experts_forward, x, ids, p, w, *layer, line)
+        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype), *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
-        ctx.layer = layer
+        ctx.layer, ctx.scales = layer, scales
         return out
 
     @staticmethod
@@ -52,35 +61,42 @@ class _Experts(torch.autograd.Function):
         need = ctx.needs_input_grad
         bits = (1, 2, *ops.needs_bits(w, *ctx.layer[:2]))
         needs = 0
-        for bit, yes in zip(bits, (need[1], *need[3:]), strict=True):
+        for bit, yes in zip(bits, (need[2], *need[4:]), strict=True):
             needs |= bit if yes else 0
-        grads = iter(ops.call(ops.experts_backward, x, ids, p, w, saved, dout, *ctx.layer, needs))
+        ready = _with_factors(w, ctx.scales, x.dtype)
+        grads = iter(ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *ctx.layer, needs))
         dx, dp, *dw = [next(grads) if needs & bit else None for bit in bits]
-        return None, dx, None, dp, *dw
+        for i, scale in enumerate(ctx.scales, len(w) - len(ctx.scales)):
+            if dw[i] is not None:
+                dw[i] = (dw[i] if scale == 1 else dw[i].mul_(scale)).to(w[i].dtype)
+        return None, None, dx, None, dp, *dw
 
 
 def experts(
     x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-    limit: float = 0.0, lora: Sequence[tuple[Tensor, Tensor] | None] = (),
+    limit: float = 0.0, lora: Sequence[tuple | None] = (),
 ) -> Tensor:  # fmt: skip
     """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype.
 
-    lora: for W1 and for W2, the factors a [E,rank,in] and b [E,out,rank] of a low-rank adapter, or None. W + b a is never made.
+    lora: for W1 and for W2, the factors a [E,rank,in] and b [E,out,rank] of a low-rank adapter, and its scale if it is not 1, or None.
+    W + scale b a is never made.
     """
-    for flag, factors in zip((ops.LORA1, ops.LORA2), lora, strict=False):
-        if factors:
-            w, flags = [*w, *factors], flags | flag
     dtype = compute_dtype(x, w[0])
     for t in w:
         if t.dtype != dtype:
             w = [t.to(dtype) for t in w]
             break
+    scales: list[float] = []
+    for flag, factors in zip((ops.LORA1, ops.LORA2), lora, strict=False):
+        if factors:
+            a, b, scale = (*factors, 1.0)[:3]
+            w, flags, scales = [*w, a, b], flags | flag, [*scales, 1.0, scale]
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
     if torch.is_grad_enabled() and any([t.requires_grad for t in (xc, p, *w)]):
-        out = _Experts.apply((act, flags, alpha, limit), xc, ids, p, *w)
+        out = _Experts.apply((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
-        out = ops.call(ops.experts, xc, ids, p, w, act, flags, alpha, limit)
+        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, dtype), act, flags, alpha, limit)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import layers, seams, transformers
 
 Adapter = tuple[nn.Module, str] | None  # a LoRA layer and the name of its adapter
-Factors = tuple[Tensor, Tensor] | None  # a [E,rank,in], b [E,out,rank], the scale in one of them
+Factors = tuple[Tensor, Tensor, float] | None  # a [E,rank,in], b [E,out,rank], the scale
 
 
 def _active(lora: nn.Module) -> str | None:
@@ -37,10 +37,10 @@ def _active(lora: nn.Module) -> str | None:
 def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
     """Of a stacked parameter."""
     A, B, E = lora.lora_A[name].weight, lora.lora_B[name].weight, lora.num_experts
-    a, b = A.view(E, -1, A.shape[1]) * lora.scaling[name], B.view(B.shape[0], -1, E).permute(2, 0, 1).contiguous()
+    a, b, scale = A.view(E, -1, A.shape[1]), B.view(B.shape[0], -1, E).permute(2, 0, 1), lora.scaling[name]
     # A belongs to the parameter's last dimension, or (always before PEFT 0.19) to the one before it
     last = getattr(lora, "_did_swap_in_out_features", False)
-    return (a, b) if last != transposed else (b.transpose(1, 2), a.transpose(1, 2))
+    return (a, b, scale) if last != transposed else (b.transpose(1, 2), a.transpose(1, 2), scale)
 
 
 def _layer(base: nn.Module) -> layers.Layer | None:
@@ -98,10 +98,10 @@ def stack(adapters: list[Adapter]) -> list[Factors] | None:
         if ranks == {0}:
             found.append(None)
             continue
-        a = torch.stack([lora.lora_A[name].weight * lora.scaling[name] for lora, name in part])
+        a = torch.stack([lora.lora_A[name].weight * lora.scaling[name] for lora, name in part])  # each may have its own
         b = torch.stack([lora.lora_B[name].weight for lora, name in part])
         if len(part) > E:  # gate and up have an A each: one below the other, and their B on the diagonal
             a = torch.cat((a[:E], a[E:]), 1)
             b = torch.cat([nn.functional.pad(t, pad) for t, pad in ((b[:E], (0, *ranks)), (b[E:], (*ranks, 0)))], 1)
-        found.append((a, b))
+        found.append((a, b, 1.0))
     return found

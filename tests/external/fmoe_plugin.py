@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """pytest -p fmoe_plugin: transformers' own tests with fusedmoe in the place of grouped_mm and batched_mm.
 
-Ours is put under both names before a test module imports them; processes that a test spawns do the same by themselves
-(FMOE_AUTOLOAD=replace). How often it was called in this process, and how often a module kept its own forward, is written
+FMOE_NAME says which of ours: fusedmoe, or fusedmoe_composed. It is put under both names before a test module imports them;
+processes that a test spawns put fusedmoe there by themselves (FMOE_AUTOLOAD=replace). How often it was called in this process, and how often a module kept its own forward, is written
 to the file that FMOE_CALLS names.
 
 FMOE_ONE_ULP=1: assert_close allows bfloat16 and float16 tensors to differ by one unit in the last place. Parity tests ask for
@@ -22,14 +22,14 @@ from fusedmoe.integrations import layers
 from fusedmoe.integrations import transformers as hf
 
 calls = {"ours": 0, "own forward": 0}
-uncounted = hf.experts_forward
+composed, uncounted = os.environ.get("FMOE_NAME") == hf.COMPOSED, hf.experts_forward
 
 
 def experts_forward(self, *args, **kwargs):
     """fusedmoe's, counted."""
     if not torch.compiler.is_compiling():
         calls["own forward" if layers.layer_of(self).own else "ours"] += 1
-    return uncounted(self, *args, **kwargs)
+    return uncounted(self, *args, **kwargs | {"composed": composed})
 
 
 hf.experts_forward = experts_forward  # what register() gives to transformers, now and when more of it is imported

@@ -77,8 +77,8 @@ def run(module, name, x, ids, p):
 def test_float32(cls):
     module = build(cls)
     x, ids, p = inputs(module)
-    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
-    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+    want, got, composed = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe", "fusedmoe_composed"))
+    assert max(rel(a, b) for ours in (got, composed) for a, b in zip(ours, want, strict=True)) <= 1e-5
     layer = layers.layer_of(module)
     assert not layer.own and layer.act is not None  # fused, or composed around the model's norm: never left to eager
     down = got[1 + 2 + [n for n, _ in module.named_parameters()].index("down_proj")]
@@ -100,17 +100,18 @@ def test_bfloat16(cls):
         assert rel(a, c) <= 2 * rel(b, c)
 
 
+@pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe_composed"])
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
-def test_no_tokens_and_sentinels(cls):
+def test_no_tokens_and_sentinels(cls, name):
     module = build(cls)
     x, ids, p = inputs(module, 0)
-    module.config._experts_implementation = "fusedmoe"
+    module.config._experts_implementation = name
     assert module(x, ids, p).shape == x.shape
     x, ids, p = inputs(module)
     ids[3] = ids[7, 1] = ids[-1] = E
-    got = run(module, "fusedmoe", x, ids, p)
+    got = run(module, name, x, ids, p)
     kept = ids < E
-    want = run(module, "fusedmoe", x, ids.clamp(max=E - 1), (p * kept).detach().requires_grad_())
+    want = run(module, name, x, ids.clamp(max=E - 1), (p * kept).detach().requires_grad_())
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if i == 2:
             assert float(a[~kept].abs().max()) == 0.0
@@ -190,8 +191,8 @@ def test_weights_that_are_computed():
     for name in ("gate_up_proj", "down_proj"):
         parametrize.register_parametrization(module, name, Plus(getattr(module, name).shape))
     x, ids, p = inputs(module)
-    want, got = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe"))
-    assert max(rel(a, b) for a, b in zip(got, want, strict=True)) <= 1e-5
+    want, got, composed = (run(module, name, x, ids, p) for name in ("eager", "fusedmoe", "fusedmoe_composed"))
+    assert max(rel(a, b) for ours in (got, composed) for a, b in zip(ours, want, strict=True)) <= 1e-5
 
 
 def test_replace_default():

@@ -194,21 +194,25 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
 
 
 def _composed(module: nn.Module, layer: Layer, x: Tensor, ids: Tensor, p: Tensor, w: list[Tensor]) -> Tensor:
+    """Grouped matmuls, and between them the model's own operations: each value is rounded where the model's own code rounds it."""
     up, down, *bias = w
     if not layer.flags & ops.TRANSPOSED:
         up, down = up.transpose(1, 2), down.transpose(1, 2)
     b1, b2 = bias or (None, None)
-    dtype = autograd.compute_dtype(x, up)
-    rows, row_map, counts = autograd.permute(x.to(dtype), ids, up.shape[0])
-    h = autograd.GmmFunction.apply(rows, up, counts, b1)
-    if layer.act is not None:
-        a = autograd.activation(h, layer.act, layer.flags & ops.INTERLEAVED, layer.alpha, layer.limit)
-    else:
-        a = module._apply_gate(h) if layer.gate else module.act_fn(h)
-    y = autograd.GmmFunction.apply(a, down, counts, b2)
+    E, dtype = up.shape[0], autograd.compute_dtype(x, up)
+    rows, row_map, counts = autograd.permute(x.to(dtype), ids, E)
+    expert = ids.reshape(-1).sort().values.clamp(max=E - 1) if bias else None  # of each row
+
+    def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = autograd.GmmFunction.apply(rows, weight, counts)
+        return y if bias is None else y + bias[expert].to(dtype)
+
+    h = linear(rows, up, b1)
+    y = linear(module._apply_gate(h) if layer.gate else module.act_fn(h), down, b2)
     if layer.norm:
         y = module.post_expert_norm(y)
-    return autograd.unpermute(y, row_map, p).to(x.dtype)
+    slots = autograd.unpermute(y, row_map, torch.ones_like(p).view(-1, 1))  # zeros where a slot is skipped
+    return (slots.view(*p.shape, x.shape[1]) * p.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 # ---- experts in a list of modules of their own (transformers v4) ---------------------------------------------------------

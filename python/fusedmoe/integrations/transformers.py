@@ -2,8 +2,9 @@
 """fusedmoe under Hugging Face transformers.
 
 v5: the name "fusedmoe" in ExpertsInterface, chosen with ``model.set_experts_implementation("fusedmoe")``,
-``from_pretrained(..., experts_implementation="fusedmoe")`` or ``apply(model)``. v4: ``apply(model)`` patches MoE blocks by
-their structure, after it has seen that the patched forward gives what the module's own gives.
+``from_pretrained(..., experts_implementation="fusedmoe")`` or ``apply(model)``; and "fusedmoe_composed", the same bits as
+transformers' own grouped_mm. v4: ``apply(model)`` patches MoE blocks by their structure, after it has seen that the patched
+forward gives what the module's own gives.
 """
 
 from __future__ import annotations
@@ -18,17 +19,24 @@ from torch import Tensor, nn
 from . import layers, seams
 
 logger = logging.getLogger("fusedmoe")
-NAME = "fusedmoe"
+NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = ()) -> Tensor:
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = (),
+                    composed: bool = False) -> Tensor:  # fmt: skip
     """The forward that transformers calls for every experts module whose implementation is "fusedmoe"."""
     layer = layers.layer_of(self)
+    layer = layer._replace(act=None) if composed else layer
     if not layer.own:
         return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
     if not hasattr(type(self).forward, "__wrapped__"):
         raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
     return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+
+
+def composed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The same for "fusedmoe_composed"."""
+    return experts_forward(self, *args, **kwargs, composed=True)
 
 
 def register(replace_default: bool = False) -> bool:
@@ -49,6 +57,7 @@ def register(replace_default: bool = False) -> bool:
         return False
     for name in (NAME, *(("grouped_mm", "batched_mm") if replace_default else ())):
         moe.ExpertsInterface.register(name, experts_forward)
+    moe.ExpertsInterface.register(COMPOSED, composed_forward)
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
     if hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)
@@ -67,7 +76,7 @@ def _accept_name(cls: type) -> None:
         return
 
     def get_correct_experts_implementation(self: Any, requested_experts: str | None) -> str:
-        return NAME if requested_experts == NAME else check(self, requested_experts)
+        return requested_experts if requested_experts in (NAME, COMPOSED) else check(self, requested_experts)
 
     cls.get_correct_experts_implementation = get_correct_experts_implementation  # type: ignore[attr-defined]
 

@@ -2,8 +2,8 @@
 """pytest -p fmoe_plugin: transformers' own tests with fusedmoe in the place of grouped_mm and batched_mm.
 
 FMOE_NAME says which of ours: fusedmoe, or fusedmoe_composed. It is put under both names before a test module imports them;
-processes that a test spawns put fusedmoe there by themselves (FMOE_AUTOLOAD=replace). How often it was called in this process, and how often a module kept its own forward, is written
-to the file that FMOE_CALLS names.
+processes that a test spawns put fusedmoe there by themselves (FMOE_AUTOLOAD=replace). How often ours was called in this
+process, and how often a module kept its own forward, is written to the file that FMOE_CALLS names.
 
 FMOE_ONE_ULP=1: assert_close allows bfloat16 and float16 tensors to differ by one unit in the last place. Parity tests ask for
 1e-4, which is less than that, so for bits that are equal.

@@ -4,22 +4,38 @@
 
 /* ---- panels, as kernels.h describes them ---- */
 
-static bool is_pairs(const check_kernel *k)
+typedef struct form {
+    bool pairs, quads;
+} form;
+
+static form form_of(const check_kernel *k)
 {
-    return strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") || strstr(k->field, "outer_bf16");
+    return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") || strstr(k->field, "outer_bf16") ||
+                           strstr(k->field, "quads_bf16"),
+                  .quads = strstr(k->field, "quads") != NULL};
 }
 
-static int64_t panel_units(bool pairs, int64_t kc) { return (pairs ? (kc + 1) / 2 : kc) * FMOE_NB; } /* of 32 bits */
+static int64_t unit_of(form f) { return f.pairs ? 2 : 4; } /* bytes of an element */
+
+static int64_t panel_units(form f, int64_t kc) /* of 32 bits */
+{
+    return f.quads ? fmoe_ceil_div(kc * unit_of(f), 16) * 4 * FMOE_NB : (f.pairs ? (kc + 1) / 2 : kc) * FMOE_NB;
+}
 
 /* Where element (k,n) of a panel lies, in f32 or (pairs) in bf16 elements. */
-static int64_t panel_at(bool pairs, int64_t nr, int64_t kc, int64_t k, int64_t n)
+static int64_t panel_at(form f, int64_t nr, int64_t kc, int64_t k, int64_t n)
 {
-    return pairs ? 2 * (k / 2 * FMOE_NB + n) + k % 2 : n / nr * kc * nr + k * nr + n % nr;
+    if (f.quads) {
+        const int64_t steps = fmoe_ceil_div(kc * unit_of(f), 16), block = 16 / unit_of(f);
+        return ((n / 16 * steps + k / block) * 16 + n % 16) * block + k % block;
+    }
+    return f.pairs ? 2 * (k / 2 * FMOE_NB + n) + k % 2 : n / nr * kc * nr + k * nr + n % nr;
 }
 
 /* ---- gemm ---- */
 
 typedef struct product {
+    form f;
     bool pairs;
     int64_t rows, kc, ldc, a_step;
     const void **a;
@@ -32,15 +48,15 @@ typedef struct product {
 static void draw_product(product *p, const check_kernel *k, int64_t index)
 {
     static const int64_t rows[] = {1, 2, 3, 5, 6, 7, 11, 12, 13, 18, 0}, kcs[] = {1, 2, 3, 31, 32, 64, 97, 511, 512};
-    *p = (product){.pairs = is_pairs(k)};
+    *p = (product){.f = form_of(k), .pairs = form_of(k).pairs};
     p->rows = index < 11 ? rows[index] : check_below(40);
     p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
     p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
-    const bool packed_a = check_below(2);
+    const bool packed_a = !p->f.quads && check_below(2);
     const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;
     p->a_step = packed_a ? strip * 4 : 4;
     p->a = check_alloc((size_t)(p->rows + 1) * sizeof *p->a);
-    char *packed = packed_a ? check_guarded((size_t)panel_units(p->pairs, p->kc) * 4, 64) : NULL;
+    char *packed = packed_a ? check_guarded((size_t)panel_units(p->f, p->kc) * 4, 64) : NULL;
     /* Equally far apart, the last one ending at a forbidden page: AMX reads such rows where they lie. */
     const int64_t apart = !packed_a && check_below(2) ? (p->kc + check_below(40)) * unit : 0;
     char *matrix =
@@ -50,14 +66,15 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
         if (matrix) {
             p->a[r] = matrix + r * apart;
         } else if (packed_a) {
-            p->a[r] = packed + panel_at(p->pairs, strip, p->kc, 0, n) * unit;
+            p->a[r] = packed + panel_at(p->f, strip, p->kc, 0, n) * unit;
         } else if (check_below(3) == 0 && r > 0) {
             p->a[r] = p->a[check_below(r)]; /* a row may be gathered twice */
         } else {
             p->a[r] = check_guarded((size_t)(p->kc * unit), (size_t)unit);
         }
     }
-    p->panel = check_guarded((size_t)panel_units(p->pairs, p->kc) * 4, 4);
+    p->panel = check_guarded((size_t)panel_units(p->f, p->kc) * 4, 4);
+    memset(p->panel, 0, (size_t)panel_units(p->f, p->kc) * 4); /* the padding that packers write */
     const size_t c_elements = p->rows ? (size_t)((p->rows - 1) * p->ldc + FMOE_NB) : 0;
     p->c = check_guarded(c_elements * sizeof *p->c, 4);
     p->before = check_alloc(c_elements * sizeof *p->c);
@@ -77,7 +94,7 @@ static double a_value(const product *p, int64_t r, int64_t k)
 
 static double b_value(const product *p, int64_t k, int64_t n)
 {
-    const int64_t at = panel_at(p->pairs, check_table.nr, p->kc, k, n);
+    const int64_t at = panel_at(p->f, check_table.nr, p->kc, k, n);
     return (double)(p->pairs ? fmoe_bf16_to_float(((const uint16_t *)p->panel)[at]) : ((const float *)p->panel)[at]);
 }
 
@@ -90,12 +107,10 @@ static void fill_product(product *p)
             if (p->pairs) *(uint16_t *)(void *)a_element(p, r, k) = fmoe_float_to_bf16(v);
             else *(float *)(void *)a_element(p, r, k) = v;
         }
-    if (p->pairs && p->kc % 2) /* the padding of an odd kc: what packers write, and a packed A holds, is zero */
-        for (int64_t n = 0; n < FMOE_NB; n++) { ((uint16_t *)p->panel)[panel_at(true, 64, p->kc, p->kc, n)] = 0; }
     for (int64_t k = 0; k < p->kc; k++)
         for (int64_t n = 0; n < FMOE_NB; n++) {
             const float v = scale * (float)(2 * check_uniform() - 1);
-            const int64_t at = panel_at(p->pairs, check_table.nr, p->kc, k, n);
+            const int64_t at = panel_at(p->f, check_table.nr, p->kc, k, n);
             if (p->pairs) ((uint16_t *)p->panel)[at] = fmoe_float_to_bf16(v);
             else ((float *)p->panel)[at] = v;
         }
@@ -109,7 +124,7 @@ static void check_tile_order(const product *p, int first)
         const int64_t n = check_below(FMOE_NB);
         for (int64_t k = 0; k < p->kc; k++) {
             a[k] = *(const uint16_t *)(const void *)a_element(p, r, k);
-            b[k] = ((const uint16_t *)p->panel)[panel_at(true, 64, p->kc, k, n)];
+            b[k] = ((const uint16_t *)p->panel)[panel_at(p->f, 64, p->kc, k, n)];
         }
         const float sum = check_amx_sum(p->kc, a, b), want = first ? sum : p->before[r * p->ldc + n] + sum;
         if (memcmp(&want, &p->c[r * p->ldc + n], 4))
@@ -126,18 +141,20 @@ typedef struct beside {
     unsigned char *want;
 } beside;
 
-static void draw_beside(beside *b, bool pairs)
+static void draw_beside(beside *b, form f)
 {
+    const bool pairs = f.pairs;
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
-    const int dtype = pairs ? FMOE_BF16 : types[check_below(3)];
+    const int dtype = pairs ? FMOE_BF16 : f.quads ? FMOE_F32 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
-    const bool cols = check_below(2);
+    const bool cols = f.quads || check_below(2);
+    const int64_t of_a_piece = f.quads ? 4 : 8; /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
     const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;
     const size_t bytes = (size_t)((lines - 1) * step + (cols ? kc : columns) * element);
     char *half[2];
-    *b = (beside){.units = panels * panel_units(pairs, kc)};
+    *b = (beside){.units = panels * panel_units(f, kc)};
     b->want = check_alloc((size_t)b->units * 4);
     for (int h = 0; h < 2; h++) {
         half[h] = check_guarded(bytes, (size_t)element);
@@ -148,7 +165,7 @@ static void draw_beside(beside *b, bool pairs)
             for (int64_t i = 0; i < kc && n % FMOE_NB < 32; i++) {
                 const char *from = half[h] + (cols ? n * step + i * element : i * step + n * element);
                 const int64_t at =
-                    n / FMOE_NB * panel_units(pairs, kc) * unit + panel_at(pairs, 64, kc, i, 32 * h + n % FMOE_NB);
+                    n / FMOE_NB * panel_units(f, kc) * unit + panel_at(f, 64, kc, i, 32 * h + n % FMOE_NB);
                 uint16_t bits = 0;
                 if (dtype != FMOE_F32) memcpy(&bits, from, 2);
                 const float v = dtype == FMOE_BF16 ? fmoe_bf16_to_float(bits) : fmoe_f16_to_float(bits);
@@ -157,19 +174,19 @@ static void draw_beside(beside *b, bool pairs)
             }
     }
     b->side = (fmoe_side){.panel = check_guarded((size_t)b->units * 4, 64),
-                          .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(pairs, kc) * 4,
+                          .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
                           .to_run = cols ? 32 : 2 * FMOE_NB * 4,
-                          .kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS,
+                          .kind = f.quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS,
                           .dtype = dtype,
                           .pack = {.at = half[0],
                                    .half = {half[0], half[1]},
-                                   .left = pieces * (cols ? 8 : panels),
+                                   .left = pieces * (cols ? FMOE_NB / of_a_piece : panels),
                                    .step = step,
                                    .advance = cols ? k * element : FMOE_NB * element,
-                                   .run_step = cols ? 8 * step : k * step,
+                                   .run_step = cols ? of_a_piece * step : k * step,
                                    .in_run = (int32_t)(cols ? pieces : panels),
                                    .length = (int32_t)(cols ? pieces : panels),
-                                   .per_half = (int32_t)(cols ? 4 : pieces)}};
+                                   .per_half = (int32_t)(cols ? 32 / of_a_piece : pieces)}};
 }
 
 static void check_beside(const beside *b, int64_t asked)
@@ -197,7 +214,7 @@ void check_gemm(const check_kernel *k, int64_t index)
     /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
     const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
     beside next;
-    draw_beside(&next, p.pairs);
+    draw_beside(&next, p.f);
     const int64_t asked = next.side.pack.left;
     fmoe_side nothing = {0};
     next.side.fetch = (fmoe_walk){.at = edge,
@@ -207,6 +224,7 @@ void check_gemm(const check_kernel *k, int64_t index)
                                   .length = 8,
                                   .in_run = 8,
                                   .per_half = 1,
+                                  .slow = check_below(2),
                                   .left = check_below(9)};
     gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
     check_beside(&next, asked);
@@ -225,7 +243,7 @@ void check_gemm(const check_kernel *k, int64_t index)
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
     if (next.side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -next.side.fetch.left);
-    if (p.pairs && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
+    if (p.pairs && !p.f.quads && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
         const int64_t r = check_below(p.rows);
@@ -243,7 +261,7 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     enum { ROWS = 48 };
     static char panel[FMOE_PANEL_BYTES] __attribute__((aligned(64)));
     static float a[ROWS][FMOE_KC], c[ROWS * FMOE_NB];
-    const int64_t kc = is_pairs(k) ? FMOE_KC_PAIRS : FMOE_KC;
+    const int64_t kc = form_of(k).pairs ? FMOE_KC_PAIRS : FMOE_KC;
     const void *rows[ROWS];
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
     fmoe_side nothing = {0};
@@ -258,10 +276,11 @@ void check_outer(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, &check_table);
     static const int64_t ms[] = {1, 6, 7, 63, 64, 65, 128, 130};
-    const bool pairs = is_pairs(k);
+    const form f = form_of(k);
+    const bool pairs = f.pairs;
     const int64_t m = index < 8 ? ms[index] : 1 + check_below(150),
                   gap = check_below(2) ? 0 : 32 * (1 + check_below(4));
-    const int64_t kc = pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140), units = panel_units(pairs, kc);
+    const int64_t kc = pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140), units = panel_units(f, kc);
     const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
     const bool more = check_below(2);
     check_note("m=%" PRId64 " kc=%" PRId64 " gap=%" PRId64 " dtype=%d earlier sums=%d", m, kc, gap, dtype, more);
@@ -285,8 +304,8 @@ void check_outer(const check_kernel *k, int64_t index)
         const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
         double sum = more ? (double)c[i] : 0, magnitude = fabs(sum);
         for (int64_t r = 0; r < kc; r++) {
-            const int64_t a = row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(pairs, 64, kc, r, row % FMOE_NB);
-            const int64_t b = panel_at(pairs, 64, kc, r, n);
+            const int64_t a = row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(f, 64, kc, r, row % FMOE_NB);
+            const int64_t b = panel_at(f, 64, kc, r, n);
             const double one = pairs ? (double)fmoe_bf16_to_float(((uint16_t *)(void *)left)[a]) *
                                            (double)fmoe_bf16_to_float(((uint16_t *)(void *)panel)[b])
                                      : (double)((float *)(void *)left)[a] * (double)((float *)(void *)panel)[b];
@@ -305,7 +324,7 @@ void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *item
     enum { M = 128, ROWS = 64 };
     static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
     static float dst[M * FMOE_NB] __attribute__((aligned(64)));
-    for (int i = 0; i < 20; i++) outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, is_pairs(k) ? FMOE_BF16 : FMOE_F32);
+    for (int i = 0; i < 20; i++) outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32);
     *items = 20;
     *flops = 2.0 * M * ROWS * FMOE_NB;
 }
@@ -313,6 +332,7 @@ void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *item
 /* ---- packing: exact ---- */
 
 typedef struct source {
+    form f;
     bool pairs, cols;
     int dtype;
 } source;
@@ -320,8 +340,9 @@ typedef struct source {
 static source source_of(const check_kernel *k)
 {
     const char *f = k->field;
-    return (source){.pairs = is_pairs(k),
-                    .cols = strstr(f, "cols") != NULL,
+    return (source){.f = form_of(k),
+                    .pairs = form_of(k).pairs,
+                    .cols = strstr(f, "cols") || strstr(f, "quads"),
                     .dtype = strstr(f, "_f32")   ? FMOE_F32
                              : strstr(f, "_f16") ? FMOE_F16
                                                  : FMOE_BF16};
@@ -337,7 +358,7 @@ void check_pack(const check_kernel *k, int64_t index)
     const int64_t n = fmoe_min(index < 10 ? ns[index] : 1 + check_below(FMOE_NB), FMOE_NB - col);
     const int64_t kc = check_below(3) ? kcs[check_below(11)] : 1 + check_below(s.pairs ? FMOE_KC_PAIRS : FMOE_KC);
     const int64_t lines = s.cols ? n : kc, length = s.cols ? kc : n;
-    const size_t element = fmoe_dtype_size(s.dtype), panel_bytes = (size_t)panel_units(s.pairs, kc) * 4;
+    const size_t element = fmoe_dtype_size(s.dtype), panel_bytes = (size_t)panel_units(s.f, kc) * 4;
     check_note("kc=%" PRId64 " col=%" PRId64 " n=%" PRId64, kc, col, n);
     const void **pointers = check_alloc((size_t)lines * sizeof *pointers);
     for (int64_t i = 0; i < lines; i++) {
@@ -352,10 +373,10 @@ void check_pack(const check_kernel *k, int64_t index)
     for (int64_t i = 0; i < kc; i++)
         for (int64_t j = 0; j < n; j++) {
             const void *from = (const char *)pointers[s.cols ? j : i] + (size_t)(s.cols ? i : j) * element;
-            const int64_t at = panel_at(s.pairs, check_table.nr, kc, i, col + j);
+            const int64_t at = panel_at(s.f, check_table.nr, kc, i, col + j);
             if (s.pairs) {
                 memcpy(want + 2 * at, from, 2);
-                if (i == kc - 1 && kc % 2) memset(want + 2 * at + 2, 0, 2);
+                if (i == kc - 1 && kc % 2 && !s.f.quads) memset(want + 2 * at + 2, 0, 2);
             } else {
                 uint16_t bits = 0;
                 if (s.dtype != FMOE_F32) memcpy(&bits, from, 2);
@@ -363,6 +384,9 @@ void check_pack(const check_kernel *k, int64_t index)
                 memcpy(want + 4 * at, s.dtype == FMOE_F32 ? from : &v, 4);
             }
         }
+    for (int64_t i = kc; s.f.quads && i * unit_of(s.f) % 16; i++) /* the rest of a block is zeros */
+        for (int64_t j = 0; j < n; j++)
+            memset(want + unit_of(s.f) * panel_at(s.f, 64, kc, i, col + j), 0, (size_t)unit_of(s.f));
     pack(panel, kc, col, pointers, n);
     for (size_t b = 0; b < panel_bytes; b++)
         if (panel[b] != want[b]) {

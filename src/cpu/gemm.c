@@ -85,9 +85,10 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p,
 static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 
 /* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. */
-static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v)
+static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
 {
-    const int64_t most = (cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC) / (side_by_side(v) && !cpu->gather ? FMOE_PANELS : 1);
+    const bool panels = (side_by_side(v) || low) && !cpu->gather; /* a low-rank term comes in the panels of its weights */
+    const int64_t most = (cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC) / (panels ? FMOE_PANELS : 1);
     const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K, most));
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
 }
@@ -121,9 +122,10 @@ typedef struct step {
     bool opens, closes;            /* out: first and last of all steps of those sums */
 } step;
 
-static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols)
+static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols, bool quads)
 {
     const fmoe_kernels *k = &cpu->k;
+    if (quads) return cpu->pairs ? k->pack_quads_bf16 : k->pack_quads_f32;
     if (cpu->pairs) return cols ? k->pack_cols_pairs : k->pack_rows_pairs;
     if (dtype == FMOE_BF16) return cols ? k->pack_cols_bf16 : k->pack_rows_bf16;
     if (dtype == FMOE_F16) return cols ? k->pack_cols_f16 : k->pack_rows_f16;
@@ -139,12 +141,26 @@ static bool along_k(const step *s) { return s->v[0].sk == 1 || s->kc == 1; }
 
 static int64_t panels_in(const step *s) { return fmoe_ceil_div(s->n * s->n_v, FMOE_NB); }
 
+/* Which form its panel has: by the level and how the weights lie, not by the rows. */
+static bool in_quads(const fmoe_cpu_plan *cpu, const step *s)
+{
+    if (!along_k(s)) return false;
+    return cpu->pairs ? cpu->k.gemm_quads_bf16 && !cpu->gather : cpu->k.gemm_quads_f32 && s->dtype == FMOE_F32;
+}
+
+static int64_t panel_bytes(const fmoe_cpu_plan *cpu, const step *s)
+{
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    return in_quads(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB
+                            : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+}
+
 /* The whole chunk at once. */
 static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const step *s, char *panel)
 {
     const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
-    const int64_t bytes = (int64_t)fmoe_panel_bytes(cpu, s->kc), panels = panels_in(s);
-    const bool cols = along_k(s);
+    const int64_t bytes = panel_bytes(cpu, s), panels = panels_in(s);
+    const bool cols = along_k(s), quads = in_quads(cpu, s);
     if (s->n < panels * width) memset(panel + (panels - 1) * bytes, 0, (size_t)bytes);
     for (int64_t j = 0; j < panels; j++)
         for (int i = 0; i < s->n_v; i++) {
@@ -152,7 +168,7 @@ static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, co
             const int64_t n = fmoe_min(width, s->n - j * width);
             const int64_t pointers = cols ? n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
             for (int64_t k = 0; k < pointers; k++) scratch->pointers[k] = base + k * apart;
-            packer(cpu, s->dtype, cols)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
+            packer(cpu, s->dtype, cols, quads)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
         }
 }
 
@@ -172,27 +188,27 @@ static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe
 {
     enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
-    const bool cols = along_k(s);
-    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k; /* of a piece */
+    const bool cols = along_k(s), quads = in_quads(cpu, s);
+    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = quads ? 4 : 8; /* of a piece */
     fmoe_walk *w = &side->pack;
     if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
     side->panel = panel;
-    side->kind = cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
+    side->kind = quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
     side->dtype = s->dtype;
     side->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
     side->to_run = cols ? 32 : 2 * ROW;
     w->at = w->half[0];
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = cols ? k * element : FMOE_NB * element;
-    w->run_step = cols ? 8 * w->step : k * w->step;
-    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : pieces);
+    w->run_step = cols ? columns * w->step : k * w->step;
+    w->per_half = (int32_t)(cols ? FMOE_NB / 2 / columns : pieces);
     w->length = w->in_run = (int32_t)(cols ? pieces : panels_in(s));
-    w->left = pieces * (cols ? FMOE_NB / 8 : panels_in(s));
+    w->left = pieces * (cols ? FMOE_NB / columns : panels_in(s));
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
  * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
-static void side_fetch(const step *before, const step *s, fmoe_side *side)
+static void side_fetch(const step *before, const step *s, int64_t rows, fmoe_side *side)
 {
     enum { LINE = 64, FETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
@@ -214,6 +230,7 @@ static void side_fetch(const step *before, const step *s, fmoe_side *side)
     }
     w->in_run = w->length;
     w->at = w->half[0];
+    w->slow = rows >= 24 && cols;
 }
 
 /* ---- a worker's line of chunks ---- */
@@ -263,7 +280,9 @@ static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
 static void multiply(const line *l, const step *s, fmoe_side *side)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
-    fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
+    fmoe_gemm_fn *gemm = in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
+                         : cpu->pairs     ? cpu->k.gemm_bf16
+                                          : cpu->k.gemm_f32;
     const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     const bool widen = s->a->dtype != cpu->work_type;
     const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = panels_in(s);
@@ -280,7 +299,7 @@ static void multiply(const line *l, const step *s, fmoe_side *side)
         }
         for (int64_t j = 0; j < panels; j++, calls--) {
             fmoe_side share = side_share(side, calls);
-            gemm(rows, s->kc, a, 4, l->panel[0] + j * (int64_t)fmoe_panel_bytes(cpu, s->kc),
+            gemm(rows, s->kc, a, 4, l->panel[0] + j * panel_bytes(cpu, s),
                  l->scratch->c + (j * s->rows + r) * FMOE_NB, FMOE_NB, s->first, &share);
             side_rest(side, &share, calls);
         }
@@ -303,8 +322,9 @@ static const step *line_next(line *l)
     }
     if (l->n <= 0) return NULL;
     fmoe_side side = {0};
-    if (l->n > 1) side_pack(l->cpu, &l->steps[1], l->panel[1], &side);
-    if (l->n > 2) side_fetch(&l->steps[1], &l->steps[2], &side);
+    if (l->n > 1 && in_quads(l->cpu, &l->steps[0]) == in_quads(l->cpu, &l->steps[1]))
+        side_pack(l->cpu, &l->steps[1], l->panel[1], &side);
+    if (l->n > 2) side_fetch(&l->steps[1], &l->steps[2], l->steps[0].rows, &side);
     const bool whole = l->n > 1 && side.pack.left == 0;
     multiply(l, &l->steps[0], &side);
     if (whole || side.pack.left) pack_chunk(l->cpu, l->scratch, &l->steps[1], l->panel[1]);
@@ -357,7 +377,7 @@ static bool in_next(void *state, step *s)
         s->n = fmoe_min(width, s->v[0].N - s->n0);
     }
     const int64_t K = s->v[0].K;
-    s->kc = fmoe_min(chunk_of(job->cpu, &s->v[0]), K - s->k0);
+    s->kc = fmoe_min(chunk_of(job->cpu, &s->v[0], s->a != &job->a), K - s->k0);
     s->first = s->k0 == 0 && s->a == &job->a;
     s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
     w->at = *s;
@@ -501,7 +521,7 @@ static bool out_next(void *state, step *s)
         at->n = fmoe_min(FMOE_NB * panels_of(job->cpu, &at->v[0], FMOE_PANELS, 1), w->n1 - at->n0);
     }
     const int64_t K = at->v[0].K;
-    at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, &at->v[0]), K - at->k0) : 0;
+    at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, &at->v[0], at->a != &job->a), K - at->k0) : 0;
     at->first = at->k0 == 0 && w->half == 0 && at->a == &job->a;
     at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_low || at->a == &job->low.l);
     at->closes = !at->rows || (at->last && at->row + at->rows == w->end && at->n0 + at->n == w->n1 && w->e == g->E);

@@ -78,7 +78,7 @@ typedef struct beside {
 
 static inline void do_beside(const beside *w, int times)
 {
-    for (int64_t i = 0; i < times * w->lines; i++) fmoe_fetch_line(&w->side->fetch);
+    fmoe_fetch(&w->side->fetch, times * w->lines);
     for (int64_t i = 0; i < times * w->pieces && w->side->pack.left > 0; i++) piece_pairs(w->side);
 }
 

@@ -26,7 +26,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     int64_t offset = 0;
     const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * kc);
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
+        fmoe_fetch(&side->fetch, rate);
         const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {

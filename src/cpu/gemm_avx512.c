@@ -55,8 +55,12 @@ static inline __m512 widen_f16(__m256i x) { return _mm512_cvtph_ps(x); }
         _mm512_storeu_ps(to + 48, load16_##type(other + 16 * element_bytes, 0xffff));                                  \
     }
 
-/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. */
-enum { PLAIN, WIDENING };
+#define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
+#include "cpu/quads_avx512.h"
+
+/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. In the form of quads
+ * kc is in bytes. */
+enum { PLAIN, WIDENING, QUADS };
 
 static inline __attribute__((always_inline)) void piece(const int form, fmoe_side *side)
 {
@@ -78,6 +82,10 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
                                                        fmoe_side *side, int64_t tiles)
 {
+    if (form == QUADS) {
+        quads_tile(mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+        return;
+    }
     __m512 acc[FMOE_MR][4];
     const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
 #pragma GCC unroll 6
@@ -92,7 +100,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
-            for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
+            fmoe_fetch(&side->fetch, rate);
             if ((k & 15) < mr) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
                          b3 = _mm512_loadu_ps(b + 48);
@@ -131,7 +139,20 @@ void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_
     }
 }
 
+void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                                float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    (void)a_step;
+    run_tiles(QUADS, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
+    while (side->pack.left > 0) piece_quads(side);
+}
+
 /* ---- packing ---- */
+
+void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+{
+    quads_pack(panel, kc * 4, col, cols, n);
+}
 
 #define DEFINE_PACK(type, element_bytes)                                                                               \
     void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \

@@ -28,11 +28,19 @@ static inline uint32_t load_single(const char *p)
     return u;
 }
 
+#define QUADS_DOT(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
+#include "cpu/quads_avx512.h"
+
+enum { PAIRS, QUADS }; /* forms of a tile; in the form of quads kc is in bytes */
+
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const uint32_t *b, float *c, int64_t ldc,
                                                        int first, fmoe_side *side, int64_t tiles)
 {
-    (void)form;
+    if (form == QUADS) {
+        quads_tile(mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+        return;
+    }
     __m512 acc[FMOE_MR][4];
     const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
 #pragma GCC unroll 6
@@ -48,7 +56,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
-            for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(&side->fetch);
+            fmoe_fetch(&side->fetch, rate);
             if ((k & 15) < mr) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
                           b3 = _mm512_loadu_si512(b + 48);
@@ -86,8 +94,21 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
                                 float *c, int64_t ldc, int first, fmoe_side *side)
 {
-    run_tiles(0, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
+    run_tiles(PAIRS, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
     while (side->pack.left > 0) piece_pairs(side);
+}
+
+void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                                      float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    (void)a_step;
+    run_tiles(QUADS, rows, kc * 2, a, 4, panel, c, ldc, first, side, 1);
+    while (side->pack.left > 0) piece_quads(side);
+}
+
+void fmoe_pack_quads_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+{
+    quads_pack(panel, kc * 2, col, cols, n);
 }
 
 /* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache

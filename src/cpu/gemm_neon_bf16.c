@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) void steps(const int form, const in
 {
     int64_t offset = 0;
     for (int64_t step = 0; step < n; step++, b += 2 * NR, offset += 2 * a_step) {
-        for (int64_t i = 0; i < rate; i++) fmoe_fetch_line(fetch);
+        fmoe_fetch(fetch, rate);
         uint32x4_t left[FMOE_MR / 2];
 #pragma GCC unroll 3
         for (int p = 0; p < pairs; p++) left[p] = load_left(form, row[2 * p] + offset, row[2 * p + 1] + offset, a_step);

@@ -5,11 +5,16 @@
  * Everything the layer multiplies is C[rows,64] += A[rows,kc] . B[kc,64]: 64 columns at a time, k in chunks, f32
  * accumulators.
  *
- *   B is packed into a panel of 64 columns. Two forms:
+ *   B is packed into a panel of 64 columns. Three forms:
  *     f32    element (k,n) at panel[(n/nr)*kc*nr + k*nr + n%nr]; nr is the level's register width (16 or 64)
  *     pairs  bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is
- * padded A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16,
- * the panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes).
+ *            padded
+ *     quads  f32 or pairs, four units of a column side by side: blocks of 16 bytes (k/4 or k/8, n), 16 columns at a
+ *            time: block s of column n at panel[(n/16*steps + s)*256 + n%16*16]; what kc leaves of a block is zero
+ *
+ * A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16,
+ * the panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes;
+ * not in the form of quads).
  *
  * The sum over k runs chunk by chunk, from first to last, for every element, whatever the number of rows: that is what
  * makes results independent of the batch and of the number of threads. */

@@ -1,0 +1,116 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * quads_avx512.h - products by weights that lie along k, on AVX-512: panels of quads (kernels.h), made by moving 16
+ * bytes at a time. Included after a file has defined QUADS_DOT(acc, a, b), the multiply-add of its 32-bit units.
+ *
+ * A panel of single units is a transposition: on Zen 4 its shuffles and its 64 half stores take 14 % of the time of 16
+ * rows, for every vector operation that is no multiply-add takes the place of one. Blocks of four units need none: a
+ * register of B is 4 columns x 4 units as two loads, two inserts and two stores make it, a register of A four units of
+ * a row, broadcast. A sum then runs in four lanes, which are added at the end of the chunk. Packing costs 2 % at 16
+ * rows (weights in L2). */
+
+enum { QUAD = 16, QUADS_STEP = FMOE_NB / 4 * QUAD }; /* bytes: of a block; of one step of 16 columns */
+
+/* Four columns x one cache line, to four steps. Inserts into halves and stores of halves: a store of 64 bytes costs as
+ * much as two of 32, and masked loads more than inserts. */
+#define QUADS_MOVE(offset)                                                                                             \
+    "vmovups " offset "(%[p]), %[x]\n\tvmovups " offset "(%[p],%[s],2), %[y]\n\t"                                      \
+    "vinsertf32x4 $1, " offset "(%[p],%[s]), %t[x], %t[x]\n\tvinsertf32x4 $1, " offset "(%[p],%[t]), %t[y], %t[y]\n\t" \
+    "vmovups %t[x], 16*" offset "(%[to])\n\tvmovups %t[y], 16*" offset "+32(%[to])\n\t"
+
+static inline __attribute__((always_inline)) void piece_quads(fmoe_side *side)
+{
+    fmoe_walk *w = &side->pack;
+    char *to = side->panel + (w->run / 4 * w->length + w->length - w->in_run) * 4 * QUADS_STEP + w->run % 4 * 4 * QUAD;
+    __m128 x, y;
+    __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")
+                     : [x] "=&v"(x), [y] "=&v"(y)
+                     : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(to)
+                     : "memory");
+    fmoe_walk_on(w);
+}
+
+/* acc[i][j]: columns 4j .. 4j+3 of 16, four lanes each. */
+static inline __attribute__((always_inline)) __m512 quads_sum(const __m512 acc[4])
+{
+    const __m512i in_order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512d a = _mm512_castps_pd(
+                      _mm512_add_ps(_mm512_unpacklo_ps(acc[0], acc[1]), _mm512_unpackhi_ps(acc[0], acc[1]))),
+                  b = _mm512_castps_pd(
+                      _mm512_add_ps(_mm512_unpacklo_ps(acc[2], acc[3]), _mm512_unpackhi_ps(acc[2], acc[3])));
+    return _mm512_permutexvar_ps(in_order, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                                         _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
+}
+
+/* `bytes` of each row of A. */
+static inline __attribute__((always_inline)) void quads_tile(const int mr, int64_t bytes, const void *const *a,
+                                                             const char *b, float *c, int64_t ldc, int first,
+                                                             fmoe_side *side, int64_t tiles)
+{
+    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
+    const int64_t n = bytes / QUAD, below = tiles > 1 ? mr : 0;
+    const int64_t pieces = fmoe_ceil_div(side->pack.left, tiles), rate = fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
+    const int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
+    const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
+    int64_t until = apart;
+    for (int group = 0; group < 4; group++, c += 16) {
+        __m512 acc[FMOE_MR][4];
+#pragma GCC unroll 6
+        for (int i = 0; i < mr; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
+        }
+        const int64_t quarter = group * n * (QUAD / 4);
+        int64_t offset = 0;
+        for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
+            fmoe_fetch(&side->fetch, rate);
+            if ((k & 15) < mr) /* A of the next tile, a quarter of it */
+                __builtin_prefetch(row[below + (k & 15)] + quarter + k / 16 * 64, 0, 3);
+            const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),
+                         b3 = _mm512_loadu_ps(b + 192);
+#pragma GCC unroll 6
+            for (int i = 0; i < mr; i++) {
+                const __m512 ai = _mm512_broadcast_f32x4(_mm_loadu_ps((const float *)(const void *)(row[i] + offset)));
+                acc[i][0] = QUADS_DOT(acc[i][0], ai, b0);
+                acc[i][1] = QUADS_DOT(acc[i][1], ai, b1);
+                acc[i][2] = QUADS_DOT(acc[i][2], ai, b2);
+                acc[i][3] = QUADS_DOT(acc[i][3], ai, b3);
+            }
+            if (--until == 0) {
+                until = apart;
+                if (side->pack.left > 0) piece_quads(side);
+            }
+        }
+        if (rest) {
+#pragma GCC unroll 6
+            for (int i = 0; i < mr; i++) {
+                const __m512 ai =
+                    _mm512_broadcast_f32x4(_mm_castsi128_ps(_mm_maskz_loadu_epi8(rest, row[i] + offset)));
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, _mm512_loadu_ps(b + 64 * j));
+            }
+            b += QUADS_STEP;
+        }
+#pragma GCC unroll 6
+        for (int i = 0; i < mr; i++) {
+            const __m512 sum = quads_sum(acc[i]);
+            float *to = c + i * ldc;
+            _mm512_storeu_ps(to, first ? sum : _mm512_add_ps(_mm512_loadu_ps(to), sum));
+        }
+    }
+}
+
+/* A whole chunk, or what there is of it. */
+static inline void quads_pack(char *panel, int64_t bytes, int64_t col, const void *const *cols, int64_t n)
+{
+    const int64_t steps = fmoe_ceil_div(bytes, QUAD);
+    for (int64_t j = 0; j < n; j++) {
+        const int64_t at = col + j;
+        char *to = panel + at / 16 * steps * QUADS_STEP + at % 16 * QUAD;
+        for (int64_t k = 0; k < steps; k++, to += QUADS_STEP) {
+            const int64_t left = bytes - k * QUAD;
+            const __mmask16 m = left >= QUAD ? 0xffff : (__mmask16)((1u << left) - 1u);
+            _mm_storeu_si128((__m128i *)(void *)to, _mm_maskz_loadu_epi8(m, (const char *)cols[j] + k * QUAD));
+        }
+    }
+}

@@ -22,7 +22,7 @@ typedef struct backward_buffers {
     fmoe_scratch *scratch;
     void *dh;        /* [R, 2I or I] work type */
     void *pa;        /* [R, I] work type */
-    float *dp_parts; /* [R, blocks of I] */
+    float *dp_parts; /* [blocks of I, R]: a task writes lines of its own */
     void *h;         /* [R, 2I or I] plan's dtype, with FMOE_RECOMPUTE */
     void *l1, *m1;   /* [R, rank1] work type */
     void *l2, *m2;   /* [R, rank2] work type */
@@ -98,7 +98,7 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
         if (!h_f32) fmoe_load_row(k, p->d.dtype, u_row, h_up, n);
         for (int64_t j = 0; j < n; j++) da[j] = weight * c[j];
         k->act_backward(&x->act, g, u, da, dg, du, a, n);
-        x->dp_parts[r * i_blocks(p) + n0 / FMOE_NB] = k->dot(c, a, n);
+        x->dp_parts[n0 / FMOE_NB * x->g->R + r] = k->dot(c, a, n);
         if (x->pa) {
             for (int64_t j = 0; j < n; j++) a[j] *= weight;
             fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, a, n);
@@ -155,7 +155,7 @@ static void dp_worker(void *arg, int worker)
     while (fmoe_claim(&x->tasks, &e))
         for (int64_t r = g->off[e]; r < g->off[e + 1]; r++) {
             float sum = 0;
-            for (int64_t i = 0; i < blocks; i++) sum += x->b->dp_parts[r * blocks + i];
+            for (int64_t i = 0; i < blocks; i++) sum += x->b->dp_parts[i * g->R + r];
             if (x->args->w.b2) sum += bias_part(x, e, g->token[r]);
             fmoe_set_float(fmoe_data(dweights), fmoe_tensor_dtype(dweights), g->slot[r], sum);
         }

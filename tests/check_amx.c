@@ -100,7 +100,7 @@ void check_gemm_direct(const check_kernel *k, int64_t index)
     const size_t elements = (size_t)((rows - 1) * ldc + n);
     float *c = check_guarded(elements * sizeof *c, 4), *before = check_alloc(elements * sizeof *c);
     memcpy(before, c, elements * sizeof *c);
-    gemm(rows, K, tiles, w, stride * 2, n, c, ldc);
+    gemm(rows, K, tiles, w, stride * 2, n, c, ldc, check_below(2) ? w : NULL);
     for (int64_t i = 0; i < rows && !check_failed(); i++)
         for (int64_t j = 0; j < fmoe_min(ldc, (int64_t)elements - i * ldc); j++) {
             const float want = j < n ? check_amx_sum(K, a[i], w + j * stride) : before[i * ldc + j];
@@ -118,7 +118,7 @@ void bench_gemm_direct(const check_kernel *k, const fmoe_kernels *table, int64_t
     static float c[ROWS * FMOE_NB];
     memset(tiles, 1, sizeof tiles); /* pages of their own, not the one page of zeros */
     memset(w, 1, sizeof w);
-    for (int i = 0; i < 20; i++) gemm(ROWS, K, tiles, w, K * 2, 32, c, FMOE_NB);
+    for (int i = 0; i < 20; i++) gemm(ROWS, K, tiles, w, K * 2, 32, c, FMOE_NB, w);
     *items = 20;
     *flops = 2.0 * ROWS * K * 32;
 }

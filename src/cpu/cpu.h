@@ -150,6 +150,20 @@ static inline bool fmoe_claim(fmoe_tasks *t, int64_t *task)
     return *task < t->n;
 }
 
+/* A range of them, long at first and down to one task at the end: neighbours read the same rows and write the same
+ * cache lines and pages, and no worker is left with much when the others are done. */
+static inline bool fmoe_claim_some(fmoe_tasks *t, int threads, int64_t *begin, int64_t *end)
+{
+    int64_t at = atomic_load_explicit(&t->next, memory_order_relaxed), n;
+    do {
+        if (at >= t->n) return false;
+        n = fmoe_max(1, (t->n - at) / (2 * threads));
+    } while (!atomic_compare_exchange_weak_explicit(&t->next, &at, at + n, memory_order_relaxed, memory_order_relaxed));
+    *begin = at;
+    *end = at + n;
+    return true;
+}
+
 /* ---- the three products (gemm.c, outer.c) ---- */
 
 /* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
@@ -212,9 +226,11 @@ bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job);
 /* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
-/* Shared by both forms of `out`: the first row of group e whose token is not below t; finished sums c of rows
- * [row, row+rows), added to their tokens' in the scratch; those of tokens [t0, t1), written. */
+/* Shared by both forms of `out`: the first row of group e whose token is not below t; the first expert from e on that
+ * has rows of tokens [t0, t1), or E; finished sums c of rows [row, row+rows), added to their tokens' in the scratch;
+ * those of tokens [t0, t1), written. */
 int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t);
+int64_t fmoe_next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1);
 void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
                    int64_t n0, int64_t n, int64_t t0);
 void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n);

@@ -99,10 +99,15 @@ static bool fits(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stac
     return true;
 }
 
+static const char *weights_at(const fmoe_view *v, int64_t n0) { return v->p + n0 * v->sn * 2; }
+
+/* c[rows][64]: up to 64 columns of v, 32 at a time; `next`: the weights after them. */
 static void multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
-                     int64_t n, float *c)
+                     int64_t n, float *c, const char *next)
 {
-    cpu->k.gemm_direct(rows, v->K, tiles, v->p + n0 * v->sn * 2, v->sn * 2, n, c, FMOE_NB);
+    for (int64_t j = 0; j < n; j += 32)
+        cpu->k.gemm_direct(rows, v->K, tiles, weights_at(v, n0 + j), v->sn * 2, fmoe_min(32, n - j), c + j, FMOE_NB,
+                           j + 32 < n ? weights_at(v, n0 + j + 32) : next);
 }
 
 /* ---- into the experts ---- */
@@ -114,31 +119,53 @@ typedef struct in_run {
     int64_t rows; /* of a task, at most: their tiles stay in half of a 2 MiB L2 */
 } in_run;
 
-static void in_worker(void *arg, int worker)
+typedef struct in_task {
+    fmoe_view v[2];
+    int64_t e, row, rows, n0, n;
+} in_task;
+
+typedef struct in_walk {
+    in_run *run;
+    int64_t at, end, position;
+} in_walk;
+
+static bool in_next(in_walk *w, in_task *t)
 {
-    in_run *run = arg;
+    in_run *run = w->run;
     const fmoe_in_job *job = run->job;
     const fmoe_groups *g = job->g;
-    float *c = job->scratch[worker].c;
+    if (w->at == w->end && !fmoe_claim_some(&run->tasks, job->cpu->threads, &w->at, &w->end)) return false;
+    while (w->at >= run->ends[w->position]) w->position++;
+    const int64_t e = g->order[w->position], index = w->at++ - (w->position ? run->ends[w->position - 1] : 0);
+    *t = (in_task){.v = {fmoe_stack_at(&job->w[0], e), fmoe_stack_at(&job->w[job->n_w - 1], e)}, .e = e};
+    const int64_t width = FMOE_NB / job->n_w, blocks = fmoe_ceil_div(t->v[0].N, width);
+    t->n0 = index % blocks * width;
+    t->n = fmoe_min(width, t->v[0].N - t->n0);
+    t->row = g->off[e] + index / blocks * run->rows;
+    t->rows = fmoe_min(run->rows, g->off[e + 1] - t->row);
+    return true;
+}
+
+static void in_worker(void *arg, int worker)
+{
+    in_walk walk = {.run = arg};
+    const fmoe_in_job *job = walk.run->job;
     const int64_t width = FMOE_NB / job->n_w;
-    int64_t task, position = 0, lead;
-    while (fmoe_claim(&run->tasks, &task)) {
-        while (task >= run->ends[position]) position++;
-        const int64_t e = g->order[position], index = task - (position ? run->ends[position - 1] : 0);
-        const fmoe_view v[2] = {fmoe_stack_at(&job->w[0], e), fmoe_stack_at(&job->w[job->n_w - 1], e)};
-        const int64_t blocks = fmoe_ceil_div(v[0].N, width), n0 = index % blocks * width,
-                      n = fmoe_min(width, v[0].N - n0);
-        const int64_t row = g->off[e] + index / blocks * run->rows, rows = fmoe_min(run->rows, g->off[e + 1] - row);
-        const void *tiles = tiles_at(g, e, row, v[0].K, &lead);
-        if (n < width) memset(c, 0, (size_t)(rows * FMOE_NB) * sizeof *c);
-        if (job->n_w == 2) {
-            multiply(job->cpu, &v[0], tiles, rows, n0, n, c);
-            multiply(job->cpu, &v[1], tiles, rows, n0, n, c + width);
-        } else {
-            multiply(job->cpu, &v[0], tiles, rows, n0, fmoe_min(n, 32), c);
-            if (n > 32) multiply(job->cpu, &v[0], tiles, rows, n0 + 32, n - 32, c + 32);
+    float *c = job->scratch[worker].c;
+    in_task now, next = {0};
+    for (bool more = in_next(&walk, &now); more; now = next) {
+        more = in_next(&walk, &next);
+        int64_t lead;
+        const void *tiles = tiles_at(job->g, now.e, now.row, now.v[0].K, &lead);
+        if (now.n < width) memset(c, 0, (size_t)(now.rows * FMOE_NB) * sizeof *c);
+        for (int i = 0; i < job->n_w; i++) {
+            const bool last = i + 1 == job->n_w;
+            const fmoe_view *then = last ? &next.v[0] : &now.v[1];
+            const char *fetch = last && !more ? NULL : weights_at(then, last ? next.n0 : now.n0);
+            multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
+                     fetch && then->sn == now.v[i].sn ? fetch : NULL);
         }
-        job->finish(job->ctx, e, row, rows, n0, n, c);
+        job->finish(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
     }
 }
 
@@ -163,20 +190,24 @@ bool fmoe_direct_in(const fmoe_in_job *job)
 
 /* ---- out of the experts ---- */
 
-/* The rows of expert e of tokens [t0, t1), added to the sums of their tokens, 256 at a time. */
-static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, int64_t e, int64_t t0, int64_t t1, int64_t n0,
-                       int64_t n)
+/* Tokens [t0, t1) and columns [n0, n0+n) of a task. */
+typedef struct out_task {
+    int64_t t0, t1, n0, n;
+} out_task;
+
+/* The rows of expert e, added to the sums of their tokens, 256 at a time; `after`: the expert that comes next, or E. */
+static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, const out_task *t, int64_t e, int64_t after)
 {
     const fmoe_groups *g = job->g;
-    const fmoe_view v = fmoe_stack_at(&job->w[0], e);
-    const int64_t end = fmoe_first_row(g, e, t1);
-    for (int64_t row = fmoe_first_row(g, e, t0), rows; row < end; row += rows) {
+    const fmoe_view v = fmoe_stack_at(&job->w[0], e), next = fmoe_stack_at(&job->w[0], after < g->E ? after : e);
+    const char *fetch = after < g->E && next.sn == v.sn ? weights_at(&next, t->n0) : NULL;
+    const int64_t end = fmoe_first_row(g, e, t->t1);
+    for (int64_t row = fmoe_first_row(g, e, t->t0), rows; row < end; row += rows) {
         int64_t lead;
         const void *tiles = tiles_at(g, e, row, v.K, &lead);
         rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
-        multiply(job->cpu, &v, tiles, lead + rows, n0, fmoe_min(n, 32), s->c);
-        if (n > 32) multiply(job->cpu, &v, tiles, lead + rows, n0 + 32, n - 32, s->c + 32);
-        fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, n0, n, t0);
+        multiply(job->cpu, &v, tiles, lead + rows, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : fetch);
+        fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }
 }
 
@@ -184,15 +215,19 @@ static void out_worker(void *arg, int worker)
 {
     fmoe_out_run *run = arg;
     const fmoe_out_job *job = run->job;
+    const fmoe_groups *g = job->g;
     fmoe_scratch *s = &job->scratch[worker];
     const int64_t T = job->out->shape[0], N = job->out->shape[1];
     int64_t task;
     while (fmoe_claim(&run->tasks, &task)) {
-        const int64_t n0 = task % run->blocks * run->width, n = fmoe_min(run->width, N - n0);
-        const int64_t t0 = task / run->blocks * run->tokens, t1 = fmoe_min(T, t0 + run->tokens);
-        memset(s->sums, 0, (size_t)((t1 - t0) * FMOE_NB) * sizeof *s->sums);
-        for (int64_t e = 0; e < job->g->E; e++) out_expert(job, s, e, t0, t1, n0, n);
-        fmoe_out_store(job, s, t0, t1, n0, n);
+        const int64_t n0 = task % run->blocks * run->width, t0 = task / run->blocks * run->tokens;
+        const out_task t = {t0, fmoe_min(T, t0 + run->tokens), n0, fmoe_min(run->width, N - n0)};
+        memset(s->sums, 0, (size_t)((t.t1 - t0) * FMOE_NB) * sizeof *s->sums);
+        for (int64_t e = fmoe_next_expert(g, 0, t0, t.t1), after; e < g->E; e = after) {
+            after = fmoe_next_expert(g, e + 1, t0, t.t1);
+            out_expert(job, s, &t, e, after);
+        }
+        fmoe_out_store(job, s, t0, t.t1, n0, t.n);
     }
 }
 
@@ -205,7 +240,7 @@ bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job)
     /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */
     const int64_t parts = fmoe_ceil_div(T, FMOE_TOKEN_BLOCK);
     *run = (fmoe_out_run){.job = job, .fn = out_worker};
-    run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 4 * threads ? FMOE_NB : FMOE_NB / 2;
+    run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 2 * threads ? FMOE_NB : FMOE_NB / 2;
     run->blocks = fmoe_ceil_div(N, run->width);
     const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run->blocks, 1));
     run->tokens = fmoe_max(64, fmoe_ceil_div(T, splits));

@@ -2,7 +2,8 @@
  *
  * direct_amx_bf16.c - products by weights where they lie: 16 rows of a matrix stored along k are a tile of A, so
  * weights are read once, straight from memory, and never packed. What is packed is the activations, once, as tiles of
- * B. C comes out transposed and is turned in registers, 16 x 16 at a time: some 3 % of the time.
+ * B. C comes out transposed and is turned in registers, 16 x 16 at a time: some 3 % of the time. Weights of the next
+ * call are fetched on the side: 16 rows at a time are more streams than a core prefetches by itself.
  *
  * Also here: the transposed left operand of weight gradients. */
 #include "cpu/amx.h"
@@ -89,8 +90,15 @@ typedef struct weights {
     tile last[2];
 } weights;
 
-/* Sums transposed, [32 weights][32 rows]; `both`: of 32 rows of x, else of 16. */
-static void block(const weights *w, const char *x, bool both, float *sums)
+/* A line of each of n rows. */
+static inline void fetch_lines(const char *at, int64_t stride, int64_t n)
+{
+    for (int64_t j = 0; j < n; j++) _mm_prefetch(at + j * stride, _MM_HINT_T1);
+}
+
+/* Sums transposed, [32 weights][32 rows]; `both`: of 32 rows of x, else of 16. Of the next weights, n rows are fetched.
+ */
+static void block(const weights *w, const char *x, bool both, float *sums, const char *next, int64_t n)
 {
     const char *x1 = x + w->steps * TILE_BYTES;
     const bool odd = w->full_steps < w->steps;
@@ -99,16 +107,20 @@ static void block(const weights *w, const char *x, bool both, float *sums)
     if (both) {
         tile_zero(1);
         tile_zero(3);
-        for (int64_t s = 0; s < w->full_steps; s++)
+        for (int64_t s = 0; s < w->full_steps; s++) {
             step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * TILE_BYTES);
+            fetch_lines(next + 64 * s, w->stride, n);
+        }
         if (odd)
             step_32x32(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES,
                        x1 + w->full_steps * TILE_BYTES);
         tile_store(1, sums + 16, 128);
         tile_store(3, sums + 16 * 32 + 16, 128);
     } else {
-        for (int64_t s = 0; s < w->full_steps; s++)
+        for (int64_t s = 0; s < w->full_steps; s++) {
             step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES);
+            fetch_lines(next + 64 * s, w->stride, n);
+        }
         if (odd) step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES);
     }
     tile_store(0, sums, 128);
@@ -132,7 +144,7 @@ static void turn(const float *sums, int64_t rows, int64_t n, float *c, int64_t l
 }
 
 void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride, int64_t n,
-                               float *c, int64_t ldc)
+                               float *c, int64_t ldc, const void *next)
 {
     _Alignas(64) float sums[32 * 32] = {0};
     /* Fewer than 32 weights: tiles of as many rows as there are, and where there is no second tile, the first again. */
@@ -148,8 +160,13 @@ void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const
                 _mm512_maskz_loadu_epi16(first_k(K % TILE_K), a.at[h] + j * w_stride + 64 * a.full_steps));
     const uint8_t u = (uint8_t)upper, l = (uint8_t)lower;
     tile_configure((const uint8_t[8]){u, u, l, l, u, l, 16, 16});
+    const char *fetch = next ? next : w;
+    int64_t left = next ? 32 : 0; /* rows of the next weights: each block of x fetches its share of them */
     for (const char *x = tiles; rows > 0; rows -= 32, c += 32 * ldc, x += 2 * a.steps * TILE_BYTES) {
-        block(&a, x, rows > 16, sums);
+        const int64_t share = fmoe_ceil_div(left, fmoe_ceil_div(rows, 32));
+        block(&a, x, rows > 16, sums, fetch, share);
+        fetch += share * w_stride;
+        left -= share;
         for (int64_t i = 0; i < fmoe_min(rows, 32); i += 16)
             for (int64_t j = 0; j < n; j += 16)
                 turn(sums + j * 32 + i, fmoe_min(16, rows - i), n - j, c + i * ldc + j, ldc);

@@ -346,6 +346,7 @@ typedef struct in_walk {
     in_run *run;
     step at; /* the last one handed out */
     int64_t position;
+    int64_t task, end; /* claimed, and not yet handed out */
 } in_walk;
 
 /* The position moves along the order of groups with the claims, which only grow. */
@@ -363,8 +364,8 @@ static bool in_next(void *state, step *s)
         s->a = &job->low.l;
         s->k0 = 0;
     } else if (s->k0 >= s->v[0].K) {
-        int64_t task;
-        if (!fmoe_claim(&w->run->tasks, &task)) return false;
+        if (w->task == w->end && !fmoe_claim_some(&w->run->tasks, job->cpu->threads, &w->task, &w->end)) return false;
+        const int64_t task = w->task++;
         while (task >= w->run->ends[w->position]) w->position++;
         *s = (step){.e = g->order[w->position], .n_v = job->n_w, .dtype = job->w[0].dtype, .a = &job->a};
         const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = w->run->width;
@@ -432,7 +433,7 @@ int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t)
 }
 
 /* The first expert from e on that has rows of tokens [t0, t1). */
-static int64_t next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1)
+int64_t fmoe_next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1)
 {
     while (e < g->E && fmoe_first_row(g, e, t0) == fmoe_first_row(g, e, t1)) e++;
     return e;
@@ -460,7 +461,7 @@ static bool out_claim(out_walk *w)
     w->n1 = fmoe_min(N, w->n0 + w->run->width);
     w->at.t0 = task / w->run->blocks * w->run->tokens;
     w->at.t1 = fmoe_min(T, w->at.t0 + w->run->tokens);
-    w->e = next_expert(job->g, 0, w->at.t0, w->at.t1);
+    w->e = fmoe_next_expert(job->g, 0, w->at.t0, w->at.t1);
     return true;
 }
 
@@ -478,7 +479,7 @@ static bool out_expert(out_walk *w)
         w->begin = fmoe_first_row(g, at->e, at->t0);
         w->end = fmoe_first_row(g, at->e, at->t1);
         w->block = rows_of_task(w->end - w->begin);
-        w->e = next_expert(g, at->e + 1, at->t0, at->t1);
+        w->e = fmoe_next_expert(g, at->e + 1, at->t0, at->t1);
     }
     at->row = w->begin;
     at->n0 = w->n0;

@@ -10,8 +10,8 @@ typedef struct form {
 
 static form form_of(const check_kernel *k)
 {
-    return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") || strstr(k->field, "outer_bf16") ||
-                           strstr(k->field, "quads_bf16"),
+    return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
+                           strstr(k->field, "outer_bf16") || strstr(k->field, "quads_bf16"),
                   .quads = strstr(k->field, "quads") != NULL};
 }
 
@@ -176,7 +176,9 @@ static void draw_beside(beside *b, form f)
     b->side = (fmoe_side){.panel = check_guarded((size_t)b->units * 4, 64),
                           .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
                           .to_run = cols ? 32 : 2 * FMOE_NB * 4,
-                          .kind = f.quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS,
+                          .kind = f.quads ? FMOE_SIDE_QUADS
+                                  : cols  ? FMOE_SIDE_COLS
+                                          : FMOE_SIDE_ROWS,
                           .dtype = dtype,
                           .pack = {.at = half[0],
                                    .half = {half[0], half[1]},
@@ -272,6 +274,21 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
 
 /* ---- outer: from two packed panels to the rows of a gradient, each of them whole cache lines ---- */
 
+/* On AMX every bit is known here too. */
+static void check_outer_order(const fmoe_tensor *dst, int64_t i, int64_t kc, const uint16_t *a, const void *panel)
+{
+    uint16_t b[FMOE_KC_PAIRS];
+    for (int64_t k = 0; k < kc; k++)
+        b[k] = ((const uint16_t *)panel)[panel_at((form){.pairs = true}, 64, kc, k, i % FMOE_NB)];
+    const float sum = check_amx_sum(kc, a, b);
+    const int dtype = fmoe_tensor_dtype(dst);
+    const float want = dtype == FMOE_BF16  ? fmoe_bf16_to_float(fmoe_float_to_bf16(sum))
+                       : dtype == FMOE_F16 ? fmoe_f16_to_float(fmoe_float_to_f16(sum))
+                                           : sum;
+    if (check_get(dst, i) != (double)want)
+        check_fail("element %" PRId64 " is %a, by the manual's order %a", i, check_get(dst, i), (double)want);
+}
+
 void check_outer(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, &check_table);
@@ -280,7 +297,9 @@ void check_outer(const check_kernel *k, int64_t index)
     const bool pairs = f.pairs;
     const int64_t m = index < 8 ? ms[index] : 1 + check_below(150),
                   gap = check_below(2) ? 0 : 32 * (1 + check_below(4));
-    const int64_t kc = pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140), units = panel_units(f, kc);
+    const bool own_rows = pairs && check_table.pack_left_pairs; /* AMX: columns of the left operand one after another */
+    const int64_t kc = own_rows ? 32 * (1 + check_below(5)) : pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140);
+    const int64_t units = panel_units(f, kc);
     const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
     const bool more = check_below(2);
     check_note("m=%" PRId64 " kc=%" PRId64 " gap=%" PRId64 " dtype=%d earlier sums=%d", m, kc, gap, dtype, more);
@@ -304,7 +323,9 @@ void check_outer(const check_kernel *k, int64_t index)
         const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
         double sum = more ? (double)c[i] : 0, magnitude = fabs(sum);
         for (int64_t r = 0; r < kc; r++) {
-            const int64_t a = row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(f, 64, kc, r, row % FMOE_NB);
+            const int64_t a = own_rows
+                                  ? row * kc + r
+                                  : row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(f, 64, kc, r, row % FMOE_NB);
             const int64_t b = panel_at(f, 64, kc, r, n);
             const double one = pairs ? (double)fmoe_bf16_to_float(((uint16_t *)(void *)left)[a]) *
                                            (double)fmoe_bf16_to_float(((uint16_t *)(void *)panel)[b])
@@ -314,6 +335,7 @@ void check_outer(const check_kernel *k, int64_t index)
         }
         check_near("dst", i, check_get(dst, i), sum,
                    check_c(kc) * U32 * magnitude * 1.01 + half_ulp * fabs(sum) + 0x1p-25);
+        if (own_rows && !more) check_outer_order(dst, i, kc, (uint16_t *)(void *)left + row * kc, panel);
     }
     check_gaps("dst", dst);
 }
@@ -324,7 +346,8 @@ void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *item
     enum { M = 128, ROWS = 64 };
     static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
     static float dst[M * FMOE_NB] __attribute__((aligned(64)));
-    for (int i = 0; i < 20; i++) outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32);
+    for (int i = 0; i < 20; i++)
+        outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32);
     *items = 20;
     *flops = 2.0 * M * ROWS * FMOE_NB;
 }

@@ -196,6 +196,62 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
     while (side->pack.left > 0) piece_pairs(side);
 }
 
+/* ---- weight gradients ---- */
+
+/* Rows of 64 sums, added to earlier ones if there are, to memory past the cache. The tile unit makes no denormals, so
+ * that the CPU's own rounding to bf16, which does not either, gives the bits of fmoe_float_to_bf16. */
+static inline __attribute__((always_inline)) void stream_rows(const int dtype, int64_t rows, const float *sums,
+                                                              const float *c, char *to, int64_t bytes)
+{
+    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
+    for (int64_t i = 0; i < rows; i++, sums += FMOE_NB, to += bytes) {
+        __m512 x[4];
+        for (int j = 0; j < 4; j++) {
+            x[j] = _mm512_load_ps(sums + 16 * j);
+            if (c) x[j] = _mm512_add_ps(_mm512_loadu_ps(c + i * FMOE_NB + 16 * j), x[j]);
+            if (dtype == FMOE_F32) _mm512_stream_ps((float *)(void *)(to + 64 * j), x[j]);
+        }
+        for (int j = 0; j < 4 && dtype == FMOE_BF16; j += 2)
+            _mm512_stream_si512((void *)(to + 32 * j), (__m512i)_mm512_cvtne2ps_pbh(x[j + 1], x[j]));
+        for (int j = 0; j < 4 && dtype == FMOE_F16; j++)
+            _mm256_stream_si256((void *)(to + 32 * j), _mm512_cvtps_ph(x[j], NEAREST));
+    }
+}
+
+static void stream_block(int dtype, int64_t rows, const float *sums, const float *c, char *to, int64_t stride)
+{
+    if (dtype == FMOE_F32) stream_rows(FMOE_F32, rows, sums, c, to, 4 * stride);
+    else if (dtype == FMOE_BF16) stream_rows(FMOE_BF16, rows, sums, c, to, 2 * stride);
+    else stream_rows(FMOE_F16, rows, sums, c, to, 2 * stride);
+}
+
+/* `left` is rows of kc, a multiple of 32 (pack_left_pairs). A block goes to memory while the next one is multiplied. */
+void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
+                              int64_t stride, int dtype)
+{
+    _Alignas(64) float sums[2][BLOCK_ROWS * FMOE_NB];
+    const b_panel b = {.full = panel, .steps = kc / TILE_K, .full_steps = kc / TILE_K};
+    const beside nothing = {0};
+    const int64_t element = dtype == FMOE_F32 ? 4 : 2;
+    for (int64_t i = 0, shape = 0; i < m + BLOCK_ROWS; i += BLOCK_ROWS) {
+        const int64_t n = fmoe_min(m - i, BLOCK_ROWS), before = i - BLOCK_ROWS;
+        float *to = sums[i / BLOCK_ROWS % 2], *done = sums[(i / BLOCK_ROWS + 1) % 2];
+        const char *a = (const char *)left + i * kc * 2;
+        const a_block block = {.at = {a, a + TILE_ROWS * kc * 2}, .stride = {kc * 2, kc * 2}, .step = {64, 64}};
+        if (n > 0 && n != shape) shape_tiles(shape = n);
+        if (n > TILE_ROWS) {
+            block_32x32(&block, &b, 0, to, FMOE_NB, &nothing);
+            block_32x32(&block, &b, 32, to + 32, FMOE_NB, &nothing);
+        } else if (n > 0) {
+            block_16x64(&block, &b, to, FMOE_NB, &nothing);
+        }
+        if (before >= 0)
+            stream_block(dtype, fmoe_min(m - before, BLOCK_ROWS), done, c ? c + before * FMOE_NB : NULL,
+                         (char *)dst + before * stride * element, stride);
+    }
+    tile_release();
+}
+
 /* Four chains of tile products, no loads. */
 double fmoe_peak_bf16_amx_bf16(int64_t rounds)
 {

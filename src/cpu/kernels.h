@@ -73,7 +73,8 @@ typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, co
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n);
 
 /* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
- * i < m. `left` is panels of 64 columns, one after another. Every row of dst is whole cache lines, in `dtype`. */
+ * i < m. `left` is panels of 64 columns, one after another, or as pack_left makes it where a level has that. Every row
+ * of dst is whole cache lines, in `dtype`. */
 typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                            int64_t stride, int dtype);
 

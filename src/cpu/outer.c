@@ -20,7 +20,7 @@ static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
 static fmoe_outer_fn *outer_kernel(const fmoe_outer_job *job)
 {
     const fmoe_kernels *k = &job->cpu->k;
-    return job->accumulate || own_rows(job->cpu) ? NULL : job->cpu->pairs ? k->outer_bf16 : k->outer_f32;
+    return job->accumulate ? NULL : job->cpu->pairs ? k->outer_bf16 : k->outer_f32;
 }
 
 static int64_t chunk_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC; }

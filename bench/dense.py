@@ -20,15 +20,16 @@ DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
 REST = 0.025  # seconds: threads of one side that wait for work in a loop are asleep by then
 
 
-def seconds(run: Callable[[], object], times: int = 3) -> float:
-    """The median of a few, after one that is not counted: the other side has had the caches."""
-    run()
+def seconds(run: Callable[[], object]) -> float:
+    """The median of three, after one that is not counted, for the other side has had the caches; a long one counts at once."""
     spent = []
-    for _ in range(times):
+    for _ in range(4):
         start = time.perf_counter()
         run()
         spent.append(time.perf_counter() - start)
-    return statistics.median(spent)
+        if spent[0] > 0.2:
+            return spent[0]
+    return statistics.median(spent[1:])
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -49,6 +50,7 @@ class Layer:
         self.sizes = H, I, E, k
         self.w = [random(E, 2 * I, H, dtype=dtype), random(E, H, I, dtype=dtype)]
         self.dw = [torch.empty_like(t) for t in self.w]
+        self.workspace = torch.empty(0, dtype=torch.uint8)
 
     def batch(self, T: int) -> None:
         H, _, E, k = self.sizes
@@ -57,13 +59,14 @@ class Layer:
         self.ids = torch.rand(T, E).topk(k).indices
         self.p = torch.rand(T, k)
         self.out, self.dx, self.dp = torch.empty_like(self.x), torch.empty_like(self.x), torch.empty_like(self.p)
+        self.saved = torch.empty((T * k, 2 * self.sizes[1]), dtype=dtype)  # h
 
     def on(self, threads: int) -> None:
         torch.set_num_threads(threads)
         self.plan = ops._experts_plan(self.x, self.ids, self.w, ops.SWIGLU, 0, 0.0, 0.0)
-        self.saved = torch.empty(_core.saved_bytes(self.plan, len(self.x)), dtype=torch.uint8)
-        room = [_core.workspace_bytes(self.plan, backward, len(self.x)) for backward in (0, 1)]
-        self.workspace = torch.zeros(max(room), dtype=torch.uint8)
+        room = max(_core.workspace_bytes(self.plan, backward, len(self.x)) for backward in (0, 1))
+        if self.workspace.numel() < room:
+            self.workspace = torch.zeros(room, dtype=torch.uint8)
         self.given = self.workspace, self.x, self.ids, self.p, *ops._slots(self.w, ops.SWIGLU, 0)
 
     def forward(self) -> None:
@@ -78,17 +81,20 @@ class Layer:
         return 2e-9 * len(self.x) * k * 3 * H * I
 
 
-def compare(layer: Layer, n: int, pairs: int) -> dict[str, list[tuple[float, float, float]]]:
-    """For each pass, of every pair: GF/s of the dense product, of the layer, and their ratio."""
-    a, b = (random(n, n, dtype=layer.w[0].dtype) for _ in range(2))
-    found: dict[str, list[tuple[float, float, float]]] = {"fwd": [], "bwd": []}
-    for _ in range(pairs):
-        for name, run, flops in (("fwd", layer.forward, 1), ("bwd", layer.backward, 2)):
-            dense = 2e-9 * n**3 / seconds(lambda: torch.mm(a, b))
-            time.sleep(REST)
-            ours = flops * layer.gflop() / seconds(run)
-            found[name].append((dense, ours, ours / dense))
+def pair(layer: Layer, threads: int, a: torch.Tensor, b: torch.Tensor) -> dict[str, tuple[float, float]]:
+    """For each pass: GF/s of the dense product, and milliseconds of the layer."""
+    layer.on(threads)
+    found = {}
+    for name, run in (("fwd", layer.forward), ("bwd", layer.backward)):
+        dense = 2e-9 * len(a) ** 3 / seconds(lambda: torch.mm(a, b))
+        time.sleep(REST)
+        found[name] = dense, 1e3 * seconds(run)
     return found
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return f"{middle:5.2f} ({low:.2f} to {high:.2f})"
 
 
 def main() -> None:
@@ -97,27 +103,28 @@ def main() -> None:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--n", type=int, default=2048, help="size of the dense product")
     parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--threads", type=numbers, default=[torch.get_num_threads()])
+    parser.add_argument("--threads", type=numbers, default=[torch.get_num_threads()], help="taken in turns in every round")
     for name, default in zip("THIEk", ("512", 2048, 1408, 32, 4), strict=True):
         parser.add_argument(f"--{name}", type=numbers if name == "T" else int, default=default)
     o = parser.parse_args()
     layer = Layer(DTYPES[o.dtype], o.H, o.I, o.E, o.k)
+    a, b = (random(o.n, o.n, dtype=DTYPES[o.dtype]) for _ in range(2))
     print(f"torch {torch.__version__}, level {_core.cpu_isa()}, {o.dtype}, H={o.H} I={o.I} E={o.E} k={o.k}, dense {o.n}, {o.pairs} pairs")
-    print("threads    T  pass   dense GF/s  ours GF/s  median ms   best ms   ratio: lower quartile, median, upper, best")
+    print("    T  threads  pass  dense GF/s  ours GF/s  median ms    best ms  ours to dense         times as fast as the first threads")
     for T in o.T:
         layer.batch(T)
+        layer.on(o.threads[-1])
+        layer.forward()
+        rounds = [{threads: pair(layer, threads, a, b) for threads in o.threads} for _ in range(o.pairs)]
         for threads in o.threads:
-            layer.on(threads)
-            layer.forward()
-            for name, pairs in compare(layer, o.n, o.pairs).items():
-                dense, ours, ratio = zip(*pairs, strict=True)
-                low, middle, high = statistics.quantiles(ratio, n=4) if len(ratio) > 1 else ratio * 3
-                ms = [(1 if name == "fwd" else 2) * layer.gflop() / rate * 1e3 for rate in ours]
-                print(
-                    f"{threads:7} {T:4}  {name}  {statistics.median(dense):10.0f} {statistics.median(ours):10.0f} {statistics.median(ms):10.2f}"
-                    f" {min(ms):9.2f}   {low:.2f} {middle:.2f} {high:.2f} {max(ratio):.2f}",
-                    flush=True,
-                )
+            for name in ("fwd", "bwd"):
+                gflop = layer.gflop() * (1 if name == "fwd" else 2)
+                dense, ms = zip(*(r[threads][name] for r in rounds), strict=True)
+                share = quartiles([gflop / t * 1e3 / d for d, t in zip(dense, ms, strict=True)])
+                faster = quartiles([r[o.threads[0]][name][1] / t for r, t in zip(rounds, ms, strict=True)])
+                middle = statistics.median(ms)
+                rates = f"{statistics.median(dense):11.0f} {gflop / middle * 1e3:10.0f} {middle:10.2f} {min(ms):10.2f}"
+                print(f"{T:5} {threads:8}  {name} {rates}  {share}  {faster}", flush=True)
 
 
 if __name__ == "__main__":

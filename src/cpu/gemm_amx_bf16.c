@@ -231,7 +231,8 @@ void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const voi
 {
     _Alignas(64) float sums[2][BLOCK_ROWS * FMOE_NB];
     const b_panel b = {.full = panel, .steps = kc / TILE_K, .full_steps = kc / TILE_K};
-    const beside nothing = {0};
+    fmoe_side none = {0};
+    const beside nothing = {.side = &none};
     const int64_t element = dtype == FMOE_F32 ? 4 : 2;
     for (int64_t i = 0, shape = 0; i < m + BLOCK_ROWS; i += BLOCK_ROWS) {
         const int64_t n = fmoe_min(m - i, BLOCK_ROWS), before = i - BLOCK_ROWS;

@@ -71,38 +71,33 @@ DEV int64_t map_row(const View &map, int64_t i, int64_t R, DeviceError *error)
 
 // ---- out[t] = sum_j p[t,j] * y[map[t,j]] (+ out[t]) ----
 
-template <class T, int V, int K> __global__ void __launch_bounds__(256) combine_kernel(CombineArgs a, View p)
+// All rows of a token are asked for before the first is used; weights come while they travel. 64 registers, so that four blocks share a
+// multiprocessor: with three the memory has moments without work.
+template <class T, int V, int K> __global__ void __launch_bounds__(256, 4) combine_kernel(CombineArgs a, View p)
 {
     depend_wait();
     depend_launch();
     const int64_t t = blockIdx.x, per = a.H / V;
-    int row[K]; // all rows are asked for before the first is used; a skipped slot reads nothing
-    float w[K];
-    auto slots = [&](int j0) {
-#pragma unroll
-        for (int j = 0; j < K; j++) {
-            const bool on = j0 + j < a.k;
-            row[j] = on ? (int)map_row(a.map, t * a.k + j0 + j, a.R, a.error) : -1;
-            w[j] = on && p.p ? load_float(p.p, p.dtype, t * p.s0 + (j0 + j) * p.s1) : 1.f;
-        }
-    };
-    slots(0);
     for (int64_t c = threadIdx.x; c < per; c += blockDim.x) {
         float s[V] = {};
         T *out = (T *)a.out + t * a.out_r + c * V;
         for (int j0 = 0; j0 < a.k; j0 += K) {
-            if (a.k > K) slots(j0);
+            int row[K];
+#pragma unroll
+            for (int j = 0; j < K; j++) row[j] = j0 + j < a.k ? (int)map_row(a.map, t * a.k + j0 + j, a.R, a.error) : -1;
             Words<T, V> v[K];
+            uint32_t on = 0; // a skipped slot reads nothing
 #pragma unroll
             for (int j = 0; j < K; j++)
-                if (row[j] >= 0) v[j].load((const T *)a.y + row[j] * a.y_r + c * V);
+                if (row[j] >= 0) on |= 1u << j, v[j].load((const T *)a.y + row[j] * a.y_r + c * V);
 #pragma unroll
             for (int j = 0; j < K; j++)
-                if (row[j] >= 0) {
+                if (on >> j & 1) {
+                    const float w = p.p ? load_float(p.p, p.dtype, t * p.s0 + (j0 + j) * p.s1) : 1.f;
                     float f[V];
                     v[j].get(f);
 #pragma unroll
-                    for (int i = 0; i < V; i++) s[i] = fmaf(w[j], f[i], s[i]);
+                    for (int i = 0; i < V; i++) s[i] = fmaf(w, f[i], s[i]);
                 }
         }
         Words<T, V> o;

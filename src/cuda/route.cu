@@ -28,11 +28,12 @@ DEV bool before(float a, float b) { return a > b || (isnan(b) && !isnan(a)); }
 
 struct Shared { // of one warp
     float *score, *choice, *group, *q, *dq;
+    int *id;
     unsigned char *taken;
 };
 static size_t shared_bytes(const RouteArgs &a)
 {
-    return ((size_t)(2 * a.E + a.rule.groups + 2 * a.k) * 4 + (size_t)a.E + 15) / 16 * 16;
+    return ((size_t)(2 * a.E + a.rule.groups + 3 * a.k) * 4 + (size_t)a.E + 15) / 16 * 16;
 }
 DEV Shared carve(const RouteArgs &a, char *base)
 {
@@ -42,7 +43,8 @@ DEV Shared carve(const RouteArgs &a, char *base)
     s.group = s.choice + a.E;
     s.q = s.group + a.rule.groups;
     s.dq = s.q + a.k;
-    s.taken = (unsigned char *)(s.dq + a.k);
+    s.id = (int *)(s.dq + a.k);
+    s.taken = (unsigned char *)(s.id + a.k);
     return s;
 }
 
@@ -312,12 +314,14 @@ __global__ void route_backward_kernel(const __grid_constant__ RouteArgs a, int p
         selected_scores(a, t, s, lane);
         __syncwarp();
         for (int e = lane; e < a.E; e += 32) G[e] = 0;
+        for (int j = lane; j < a.k; j += 32) {
+            s.id[j] = (int)slot_id(a, t, j);
+            s.dq[j] = s.id[j] < 0 ? 0.f : (float)a.rule.scale * load_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1);
+        }
         __syncwarp();
         if (lane == 0) { // k is small; one lane keeps the order of the sums fixed
             float sum = (float)a.rule.eps, dot = 0;
             for (int64_t j = 0; j < a.k; j++) {
-                const bool skip = slot_id(a, t, j) < 0;
-                s.dq[j] = skip ? 0.f : (float)a.rule.scale * load_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1);
                 sum += s.q[j];
                 dot += s.dq[j] * s.q[j];
             }
@@ -328,10 +332,8 @@ __global__ void route_backward_kernel(const __grid_constant__ RouteArgs a, int p
                 for (int64_t j = 0; j < a.k; j++) dot += s.dq[j] * s.q[j];
                 for (int64_t j = 0; j < a.k; j++) s.dq[j] = s.q[j] * (s.dq[j] - dot);
             }
-            for (int64_t j = 0; j < a.k; j++) {
-                const int64_t e = slot_id(a, t, j);
-                if (e >= 0) G[e] += s.dq[j];
-            }
+            for (int64_t j = 0; j < a.k; j++)
+                if (s.id[j] >= 0) G[s.id[j]] += s.dq[j];
         }
         __syncwarp();
         float dot = 0;
@@ -356,7 +358,7 @@ bool route_fits(int device, int64_t E, int64_t k, int64_t groups)
 {
     int most = 0;
     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return E * 9 + groups * 4 + k * 8 + 16 <= most;
+    return E * 9 + groups * 4 + k * 12 + 16 <= most;
 }
 
 void route_run(const RouteArgs &a, bool forward, cudaStream_t s)

@@ -149,6 +149,35 @@ __global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int
         for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
 }
 
+DEV int nth(int v, int) { return v; }
+DEV int nth(const int4 &v, int q) { return q == 0 ? v.x : q == 1 ? v.y : q == 2 ? v.z : v.w; }
+
+// here[e] and all[e] += the counts of the blocks before this one, and of all blocks. W: int, or int4 where E allows.
+template <class W> DEV void add_counts(const int *part, int E, int blocks, int *here, int *all)
+{
+    constexpr int N = sizeof(W) / 4;
+    const int cols = E / N, groups = max(1, kSortThreads / cols);
+    for (int i = threadIdx.x; i < groups * cols; i += kSortThreads) {
+        const int c = i % cols;
+        int before[N] = {}, sum[N] = {};
+#pragma unroll 4
+        for (int b = i / cols; b < blocks; b += groups) {
+            const W v = ((const W *)part)[(int64_t)b * cols + c];
+#pragma unroll
+            for (int q = 0; q < N; q++) {
+                const int n = nth(v, q);
+                sum[q] += n;
+                if (b < (int)blockIdx.x) before[q] += n;
+            }
+        }
+#pragma unroll
+        for (int q = 0; q < N; q++) {
+            if (before[q]) atomicAdd(&here[c * N + q], before[q]); // integer sums: order does not matter
+            if (sum[q]) atomicAdd(&all[c * N + q], sum[q]);
+        }
+    }
+}
+
 // WARPS of the block take 32 slots ROUNDS times; with very many experts fewer of them, since each has a counter for every expert.
 // FEW: there was no scan; this block adds up the counts itself, and the first one writes the row map.
 template <int WARPS, int ROUNDS, bool FEW>
@@ -163,19 +192,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
     if (FEW) {
         for (int e = threadIdx.x; e < E; e += blockDim.x) here[e] = all[e] = 0;
         __syncthreads();
-        const int groups = max(1, kSortThreads / E);
-        for (int i = threadIdx.x; i < groups * E; i += kSortThreads) {
-            const int e = i % E;
-            int before = 0, sum = 0;
-#pragma unroll 8
-            for (int b = i / E; b < blocks; b += groups) {
-                const int n = m.part[(int64_t)b * E + e];
-                sum += n;
-                if (b < (int)blockIdx.x) before += n;
-            }
-            atomicAdd(&here[e], before);
-            atomicAdd(&all[e], sum);
-        }
+        if (E % 4 == 0) add_counts<int4>(m.part, E, blocks, here, all);
+        else add_counts<int>(m.part, E, blocks, here, all);
         __syncthreads();
         layout(E, align, m, blockIdx.x == 0, scratch, [&](int e) { return all[e]; }, [&](int e, int row) { begin_at[e] = row; });
         if (counts.p && blockIdx.x == 0)

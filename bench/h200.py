@@ -85,32 +85,32 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
-def c_api(program: str, library: str) -> dict[str, Any]:
-    """Rates by (case, pass, regime), microseconds of decode, and lines about memory, from bench/cuda_bench.cu."""
+def c_rates(program: str, library: str, case: str) -> dict[str, list[float]]:
+    """Rates by case, pass and regime, as C_API names them, from bench/cuda_bench.cu."""
     cublas = glob.glob(os.path.join(os.path.dirname(torch.__file__), "..", "nvidia", "**", "libcublas.so.*"), recursive=True)
-    text = run([program, library, "layer", *LAYERS], FMOE_BENCH_CUBLAS=cublas[0] if cublas else "")
+    text = run([program, library, "layer", case], FMOE_BENCH_CUBLAS=cublas[0] if cublas else "")
     rates = {}
-    for case, what, rest in re.findall(r"^layer (\S+)\s+(\S+)(.*)$", text, re.M):
+    for what, rest in re.findall(r"^layer \S+\s+(\S+)(.*)$", text, re.M):
         found = re.findall(r"(from idle|sustained) ours +[\d.]+ ms +([\d.]+) TF/s \(routed +([\d.]+)\)(?: dense +([\d.]+))?", rest)
         for regime, *of in found:
             rates[f"{case} {what} {regime.split()[-1]}"] = [float(rate or 0) for rate in of]
+    return rates
+
+
+def c_others(program: str, library: str) -> dict[str, Any]:
+    """Microseconds of decode, and lines about memory, from bench/cuda_bench.cu."""
     decode = run([program, library, "decode", "q30", *map(str, DECODE)])
     return {
-        "rates": rates,
         "decode": {int(T): [float(us), float(ratio)] for T, us, ratio in re.findall(r"T (\d+): ([\d.]+) us.* ([\d.]+)x", decode)},
         "memory": run([program, library, "memory", "q30:16384"]).splitlines(),
     }  # fmt: skip
 
 
-def other(program: str) -> dict[str, float]:
+def other(program: str, case: str) -> dict[str, float]:
     """Rates by case, pass and regime of another implementation's program."""
-    rates = {}
-    for case in LAYERS:
-        name, T = case.split(":")
-        text = run([program, name, T, "0", "chain"])
-        for regime, what, rate in re.findall(r"(from idle|sustained) +(forward|fwd\+bwd) .*?([\d.]+) TF/s", text):
-            rates[f"{case} {'fwd' if what == 'forward' else what} {regime.split()[-1]}"] = float(rate)
-    return rates
+    text = run([program, *case.split(":"), "0", "chain"])
+    found = re.findall(r"(from idle|sustained) +(forward|fwd\+bwd) .*?([\d.]+) TF/s", text)
+    return {f"{case} {'fwd' if what == 'forward' else what} {regime.split()[-1]}": float(rate) for regime, what, rate in found}
 
 
 class Report:
@@ -227,11 +227,15 @@ def main() -> int:
     for case in LAYERS:
         data["python"] += measure(case, ["grouped_mm", "fusedmoe", "dense", *(["recompute"] if case == "q30:16384" else [])])
         save()
-    if args.cuda_bench:
-        data["c"] = c_api(args.cuda_bench, args.library)
+    others = dict(o.split("=", 1) for o in args.other)
+    for case in LAYERS:  # programs take turns, so that none has the card at its coolest
+        if args.cuda_bench:
+            data.setdefault("c", {"rates": {}})["rates"].update(c_rates(args.cuda_bench, args.library, case))
+        for name, program in others.items():
+            data["others"].setdefault(name, {}).update(other(program, case))
         save()
-    for name, program in (o.split("=", 1) for o in args.other):
-        data["others"][name] = other(program)
+    if args.cuda_bench:
+        data["c"].update(c_others(args.cuda_bench, args.library))
         save()
     for T in DECODE:
         for name in ("fusedmoe", "batched_mm", "grouped_mm"):

@@ -213,6 +213,8 @@ static GemmArgs gmm_args(const Groups &g, int64_t R)
 
 static int is_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F32; }
 
+static int64_t gmm_count(const Groups &g) { return (g.x ? g.x : g.dy)->shape[0]; } // rows; dx alone does not need x
+
 // The groups as the Hopper products want them.
 static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
 {
@@ -221,7 +223,7 @@ static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
     l.stream = s;
     l.dtype = p->d.dtype;
     l.E = g.E;
-    l.R = l.rows = g.map.off ? g.x->shape[0] : 0; // without a row map it is the general kernel's
+    l.R = l.rows = g.map.off ? gmm_count(g) : 0; // without a row map it is the general kernel's
     l.map = g.map;
     l.ragged = true;
     return l;
@@ -266,7 +268,7 @@ static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, 
 
 static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, cudaStream_t s)
 {
-    const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = g.x->shape[0];
+    const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = gmm_count(g);
     const int add = (flags & FMOE_ACCUMULATE) != 0;
     Layer l = gmm_layer(p, g, s);
     if (g.dx) {
@@ -332,8 +334,8 @@ static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, cons
         }
         return fmoe_cuda_launched("grouped matmul");
     }
-    const int64_t R = a->x->shape[0];
     Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, 1, {}, p->d.E};
+    const int64_t R = gmm_count(g);
     if (a->sizes || plan->path == FMOE_PATH_SM90) {
         fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
         g.map = carve_groups(&c, R, p->d.E);

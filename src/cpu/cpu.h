@@ -118,7 +118,7 @@ fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
 
 typedef struct fmoe_scratch {
     void *panel;           /* two of FMOE_PANEL_BYTES: one multiplied, one packed */
-    void *left;            /* 3 panels: the other operand of a weight gradient */
+    void *left;            /* FMOE_LEFT_PANELS of them: the other operand of a weight gradient */
     float *c;              /* [FMOE_PANELS * FMOE_TASK_ROWS][FMOE_NB], at least FMOE_ROW_BLOCK rows */
     float *sums;           /* [panels][tokens][FMOE_NB]: output columns owned by a task */
     int64_t room;          /* for sums */
@@ -132,7 +132,7 @@ enum {
     FMOE_PANELS = 4, /* of 64 columns, at a time, where columns are neighbours in memory */
     FMOE_TOKEN_BLOCK = 2048,
     FMOE_WIDEN_ROWS = 48,
-    FMOE_LEFT_PANELS = 3
+    FMOE_LEFT_PANELS = 8
 };
 
 /* s: one per worker, threads of them, with room for so many sums. */

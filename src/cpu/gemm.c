@@ -538,6 +538,7 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
     float bias[FMOE_NB];
+    enum { AHEAD = 6 };
     if (job->bias) {
         const int dtype = fmoe_tensor_dtype(job->bias);
         const int64_t at = e * fmoe_stride(job->bias, 0) + n0;
@@ -546,6 +547,10 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
     }
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
+        if (i + AHEAD < rows) { /* sums of many columns do not stay in L2 */
+            const float *next = s->sums + (g->token[r + AHEAD] - t0) * FMOE_NB;
+            for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(next + j, 1, 3);
+        }
         if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
         const float p =
             job->weights ? fmoe_get_float(fmoe_data(job->weights), fmoe_tensor_dtype(job->weights), g->slot[r]) : 1.0f;
@@ -597,7 +602,7 @@ static void out_worker(void *arg, int worker)
  * then looked up once for all of them. */
 int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N)
 {
-    enum { TASKS = 2 };
+    enum { TASKS = 1 };
     return cpu->gather ? FMOE_NB : FMOE_NB * fmoe_max(1, N / (FMOE_NB * TASKS * cpu->threads));
 }
 

@@ -4,8 +4,8 @@
  *
  * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64
  * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task
- * owns a range of rows of dW, keeps the packed A for them (384 KiB at most), and walks along the columns; sums stay in
- * registers over all rows of the expert, up to a chunk, and go from there to memory where the level can (outer_*). */
+ * owns a range of rows of dW, keeps the packed A for them, and walks along the columns; sums stay in registers over all
+ * rows of the expert, up to a chunk, and go from there to memory where the level can (outer_*). */
 #include "cpu/cpu.h"
 
 /* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
@@ -23,19 +23,37 @@ static fmoe_outer_fn *outer_kernel(const fmoe_outer_job *job)
     return job->accumulate ? NULL : job->cpu->pairs ? k->outer_bf16 : k->outer_f32;
 }
 
-static int64_t chunk_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC; }
+/* Rows of an expert whose products are summed in registers: as many as both of a worker's panels hold, or one. */
+static int64_t chunk_rows(const fmoe_cpu_plan *cpu)
+{
+    return cpu->pairs ? FMOE_KC_PAIRS : cpu->k.outer_f32 ? 2 * FMOE_KC : FMOE_KC;
+}
 
-/* Rows of dW in one task: as many as the packed A of this many rows has room for, and, where sums pass through the
- * scratch, as it has room for. Each task packs all of B again, so more is better, down to a few tasks a thread. */
+/* Columns of A that can be kept, packed, for so many rows. L3 is near enough for them, but AMX wants L2. */
+static int64_t kept_columns(const fmoe_cpu_plan *cpu, int64_t rows)
+{
+    const int64_t panels = own_rows(cpu) ? 3 : FMOE_LEFT_PANELS, padded = fmoe_ceil_div(fmoe_max(1, rows), 32) * 32;
+    return panels * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(cpu, padded) * FMOE_NB;
+}
+
+/* Of all rows of an expert, or of a chunk only: then they are packed again for each 64 columns of dW. */
+static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
+{
+    return rows <= chunk_rows(cpu) || kept_columns(cpu, rows) >= 2 * FMOE_NB;
+}
+
+/* Rows of dW in one task: as many as A is kept for, and as the scratch has room for where sums pass through it. Each
+ * task packs all of B again, so more is better, down to a few tasks a thread; but dW's rows may be a page each, and the
+ * TLB shall hold them from panel to panel. */
 static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
 {
+    enum { LEAST = 3 * FMOE_NB, MOST = 1024 };
     const fmoe_groups *g = job->g;
-    const int64_t all = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
-    const int64_t rows = fmoe_ceil_div(fmoe_max(1, fmoe_min(chunk, all)), 32) * 32;
-    const int64_t fit = FMOE_LEFT_PANELS * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(job->cpu, rows) * FMOE_NB;
+    const int64_t rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
+    const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
+    const int64_t most = fmoe_min(kept, rows <= chunk && outer_kernel(job) ? MOST : FMOE_ROW_BLOCK);
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
-    const int64_t most = all <= chunk && outer_kernel(job) ? fit : fmoe_min(fit, FMOE_ROW_BLOCK);
-    const int64_t want = fmoe_min(most, fmoe_max(FMOE_LEFT_PANELS * FMOE_NB, share));
+    const int64_t want = fmoe_min(most, fmoe_max(LEAST, share));
     return fmoe_ceil_div(fmoe_ceil_div(N, fmoe_ceil_div(N, want)), FMOE_NB) * FMOE_NB; /* equal tasks, whole panels */
 }
 
@@ -61,12 +79,12 @@ static int64_t left_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
 
 /* Columns [column, column+m) of the left operand. */
 static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g, int64_t e,
-                      int64_t row, int64_t kc, int64_t column, int64_t m)
+                      int64_t row, int64_t kc, int64_t column, int64_t m, char *packed)
 {
     const void **pointers = s->pointers;
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
-        char *to = (char *)s->left + i / FMOE_NB * left_panel_bytes(cpu, kc);
+        char *to = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
         if (own_rows(cpu)) {
             for (int64_t k = 0; k < kc; k++) pointers[k] = (const uint16_t *)fmoe_row(left, g, e, row + k) + column + i;
             cpu->k.pack_left_pairs(to, kc, pointers, n);
@@ -77,9 +95,9 @@ static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows
 }
 
 /* Where column i of the packed left operand begins. */
-static const char *left_at(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, int64_t kc, int64_t i)
+static const char *left_at(const fmoe_cpu_plan *cpu, const char *packed, int64_t kc, int64_t i)
 {
-    const char *panel = (const char *)s->left + i / FMOE_NB * left_panel_bytes(cpu, kc);
+    const char *panel = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
     const int64_t j = i % FMOE_NB, unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
     return panel + (own_rows(cpu) ? j * left_panel_bytes(cpu, kc) / FMOE_NB : (j / unit * unit * kc + j % unit) * 4);
 }
@@ -117,7 +135,8 @@ enum { STORE_ROWS = 128 }; /* of 64 f32 sums: 32 KiB */
 typedef struct block {
     const fmoe_outer_job *job;
     fmoe_scratch *s;
-    char *dst; /* rows of it are `stride` elements apart */
+    char *left; /* packed, as the panel in the scratch is */
+    char *dst;  /* rows of it are `stride` elements apart */
     int64_t m, n, stride, kc;
     bool first, last; /* of the chunks of rows */
 } block;
@@ -134,7 +153,7 @@ static void multiply_block(const block *b)
     const fmoe_cpu_plan *cpu = b->job->cpu;
     const int64_t padded = padded_rows(cpu, b->kc);
     if (streams(b)) {
-        outer_kernel(b->job)(b->m, padded, b->s->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
+        outer_kernel(b->job)(b->m, padded, b->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
                              b->job->dw.dtype);
         return;
     }
@@ -146,7 +165,7 @@ static void multiply_block(const block *b)
     const void *a[FMOE_ROW_BLOCK];
     for (int64_t i = 0; i < b->m; i += rows) {
         const int64_t m = fmoe_min(rows, b->m - i);
-        for (int64_t j = 0; j < m; j++) a[j] = left_at(cpu, b->s, b->kc, i + j);
+        for (int64_t j = 0; j < m; j++) a[j] = left_at(cpu, b->left, b->kc, i + j);
         gemm(m, padded, a, a_step, b->s->panel, b->s->c, FMOE_NB, b->first, &nothing);
         if (b->last)
             store_block(&cpu->k, b->s->c, b->dst + i * b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype), m, b->n,
@@ -163,6 +182,7 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     const fmoe_rows *left = swapped ? &job->b : &job->a, *right = swapped ? &job->a : &job->b;
     const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
     const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, chunk = chunk_rows(cpu);
+    const int64_t kept = keeps_all(cpu, rows) ? fmoe_ceil_div(m, FMOE_NB) * left_panel_bytes(cpu, chunk) : 0;
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
         block b = {.job = job, .s = s, .m = m, .n = fmoe_min(FMOE_NB, v.K - k0), .stride = v.sn};
         b.dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
@@ -170,7 +190,9 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
             b.kc = fmoe_min(chunk, rows - r);
             b.first = r == 0;
             b.last = r + chunk >= rows;
-            if (k0 == 0 || rows > chunk) pack_left(cpu, s, left, g, e, row0 + r, b.kc, left_column + n0, m);
+            b.left = (char *)s->left + r / chunk * kept;
+            if (k0 == 0 || (rows > chunk && !kept))
+                pack_left(cpu, s, left, g, e, row0 + r, b.kc, left_column + n0, m, b.left);
             pack_operand(cpu, s, right, g, e, row0 + r, b.kc, right_column + k0, b.n, s->panel);
             const size_t packed = fmoe_panel_bytes(cpu, b.kc);
             if (own_rows(cpu))

@@ -38,7 +38,7 @@ def test_eager_matches(family, dtype):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_composed_matches_grouped_mm(family):
-    """Where the model's own operations stand between the products, bfloat16 is rounded as grouped_mm rounds it: the same bits."""
+    """Where the model's own operations stand between the products, bfloat16 is rounded as grouped_mm rounds it."""
     model, ids = model_of(family, num_experts_per_tok=4).bfloat16(), torch.randint(8, (400, 4), generator=torch.Generator().manual_seed(5))
     module = next(m for m in model.modules() if hasattr(m, "_apply_gate"))
     x, p = torch.randn(400, 32).bfloat16().requires_grad_(), torch.rand(400, 4).bfloat16().requires_grad_()

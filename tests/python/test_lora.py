@@ -182,6 +182,22 @@ def test_training_and_checkpointing(monkeypatch):
 
 
 @stacked
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # PEFT keeps adapters in float32 beside bfloat16 weights
+def test_no_copy_of_the_adapters_is_kept(dtype):
+    model = fusedmoe.apply(adapted(tiny("Qwen3Moe").to(dtype), target_parameters=[UP, DOWN], target_modules=[]))
+    own, copies = {p.untyped_storage().data_ptr() for p in model.parameters()}, []
+
+    def pack(t):
+        if t.dim() == 3 and t.shape[0] == 8 and 4 in t.shape[1:]:  # experts, rank
+            copies.append(t.untyped_storage().data_ptr() not in own)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(IDS)
+    assert copies == [False] * 8, "four factors of two layers, all of them parameters"
+
+
+@stacked
 def test_compiled():
     model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
     got, want = both(model)

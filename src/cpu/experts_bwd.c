@@ -72,16 +72,21 @@ typedef struct dh_ctx {
     bool interleaved;
 } dh_ctx;
 
-/* Sixty-four elements of a row that is worked on AHEAD rows later: rows are whole pages apart, which no prefetcher of a
- * core follows. */
-enum { AHEAD = 6 };
-static inline void fetch_read(const char *p, int64_t bytes)
+enum { AHEAD = 6 }; /* rows */
+
+/* What columns [n0, n0+n) of a row need, fetched before their turn: rows lie pages apart, and no core's own prefetcher
+ * follows that. */
+static void fetch_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n)
 {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 3);
-}
-static inline void fetch_write(const char *p, int64_t bytes)
-{
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 1, 3);
+    const fmoe_plan_impl *p = x->p;
+    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
+    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0, dh_half = x->dh && !x->interleaved ? n * we : 0;
+    for (int64_t half = 0; half <= up; half += p->d.I) {
+        const int64_t at = row + half + n0;
+        for (int64_t i = 0; i < n * he; i += 64) __builtin_prefetch(x->h + at * he + i, 0, 3);
+        for (int64_t i = 0; i < dh_half; i += 64) __builtin_prefetch(x->dh + at * we + i, 1, 3);
+    }
+    for (int64_t i = 0; i < n * we && x->pa; i += 64) __builtin_prefetch(x->pa + (r * p->d.I + n0) * we + i, 1, 3);
 }
 
 static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
@@ -100,14 +105,7 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
     float g_row[FMOE_NB], u_row[FMOE_NB], da[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], a[FMOE_NB], both[2 * FMOE_NB];
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
-        if (i + AHEAD < rows) {
-            const int64_t at = (r + AHEAD) * h_cols + n0;
-            if (p->gated) fetch_read(x->h + at * he, n * he);
-            fetch_read(x->h + (at + up_column) * he, n * he);
-            if (x->dh && p->gated) fetch_write(x->dh + at * we, n * we);
-            if (x->dh) fetch_write(x->dh + (at + up_column) * we, n * we);
-            if (x->pa) fetch_write(x->pa + ((r + AHEAD) * I + n0) * we, n * we);
-        }
+        if (i + AHEAD < rows) fetch_row(x, r + AHEAD, n0, n);
         const float weight = fmoe_get_float(weights, p_type, x->g->slot[r]);
         const char *h_gate = x->h + (r * h_cols + n0) * he, *h_up = h_gate + up_column * he;
         const float *g = h_f32 ? (const float *)(const void *)h_gate : g_row;

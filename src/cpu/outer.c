@@ -39,7 +39,7 @@ static int64_t kept_columns(const fmoe_cpu_plan *cpu, int64_t rows)
 /* Of all rows of an expert, or of a chunk only: then they are packed again for each 64 columns of dW. */
 static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
 {
-    return rows <= chunk_rows(cpu) || kept_columns(cpu, rows) >= 2 * FMOE_NB;
+    return rows <= chunk_rows(cpu) || (!own_rows(cpu) && kept_columns(cpu, rows) >= 2 * FMOE_NB);
 }
 
 /* Rows of dW in one task: as many as A is kept for, and as the scratch has room for where sums pass through it. Each
@@ -51,9 +51,9 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
     const fmoe_groups *g = job->g;
     const int64_t rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
     const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
-    const int64_t most = fmoe_min(kept, rows <= chunk && outer_kernel(job) ? MOST : FMOE_ROW_BLOCK);
+    const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : own_rows(job->cpu) ? kept : MOST;
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
-    const int64_t want = fmoe_min(most, fmoe_max(LEAST, share));
+    const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
     return fmoe_ceil_div(fmoe_ceil_div(N, fmoe_ceil_div(N, want)), FMOE_NB) * FMOE_NB; /* equal tasks, whole panels */
 }
 

@@ -5,10 +5,7 @@ It imports nothing but the standard library, and nothing that goes wrong in it c
 of the modules in WATCHED has been imported, fusedmoe registers itself there. FMOE_AUTOLOAD=0 turns it off.
 """
 
-from __future__ import annotations
-
 import importlib
-import importlib.util
 import os
 import sys
 import warnings
@@ -34,16 +31,9 @@ def _register(name: str) -> None:
 class _Finder:
     """A meta path finder that looks at WATCHED and leaves the finding to the others."""
 
-    busy = False
-
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if self.busy or name not in WATCHED:
-            return None
-        self.busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self.busy = False
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")] if name in WATCHED else []
+        spec = next((spec for f in others if (spec := f.find_spec(name, path, target))), None)
         if spec is not None:
             spec.__class__ = _Spec
         return spec

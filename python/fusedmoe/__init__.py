@@ -6,6 +6,7 @@ import sys as _sys
 from . import _core, autograd, ops
 from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, permute, route, unpermute
 from .integrations.transformers import apply, unapply
+from .integrations.transformers import register as _register
 from .ops import describe, set_max_isa
 
 __version__ = _core.version
@@ -14,11 +15,9 @@ cpu_isa = _core.cpu_isa
 empty_cache = _core.empty_cache
 
 if "transformers.integrations.moe" in _sys.modules:
-    from .integrations.transformers import register as _register
-
     _register()
 
 __all__ = [
-    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "empty_cache", "experts", "info", "ops",
-    "permute", "route", "set_max_isa", "unapply", "unpermute",
+    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "empty_cache", "experts", "info",
+    "ops", "permute", "route", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

@@ -5,7 +5,9 @@
  * Tensors come in through DLPack's C exchange table (torch >= 2.10: no capsule, no reference count, no synchronisation),
  * or, from types without one, through data_ptr(), shape, stride(), dtype and device. Every run function has the same
  * shape, so one table (OPS) describes them all: run(op, plan, flags, stream, workspace, *slots), a slot being a tensor,
- * a list of tensors, or None; workspace a tensor, or (CPU only) the number of rows it is for, and it is allocated here. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
+ * a list of tensors, or None; workspace a tensor, or (CPU only) the number of rows it is for, and it is allocated here.
+ * What the library reads in one layout only (rows with neighbours side by side, ids of 32 or 64 bits) is copied where it has
+ * another. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030A0000
@@ -20,15 +22,22 @@
 #define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
 #include "_pool.h"
 #include "fusedmoe.h"
-#pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without it will do */
+#pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without them will do */
+#pragma weak fmoe_cpu_stream_gbytes
 
 /* ---- The operations: which field of which struct each Python argument fills ------------------------------ */
 
-enum { TENSOR, BYTES, INT32, MAX_SLOTS = 60, MAX_RANK = 8 };
+/* TENSOR: a tensor, or a list of them, of which an empty one is none. ROWS: the same, its last dimension with unit stride.
+ * IDS: the same, int32 or int64, compact. BYTES: void * followed by size_t. WEIGHTS: fmoe_weights, see take_weights; PLAIN:
+ * those of the shared expert, which have no other form. */
+enum { TENSOR, ROWS, IDS, BYTES, INT32, WEIGHTS, PLAIN, MAX_SLOTS = 32, MAX_RANK = 8 };
+
+/* Flags beside those of the run: how weights are given. Also in ops.py. */
+enum { LIST = 1 << 16, TRANSPOSED = 1 << 17, LORA1 = 1 << 18, LORA2 = 1 << 19, UNGATED = 1 << 20 };
 
 typedef struct {
     size_t offset;
-    int kind;          /* TENSOR: a tensor or a list of them; BYTES: void * followed by size_t; INT32 */
+    int kind;
 } slot;
 
 typedef fmoe_status (*run_fn)(fmoe_plan, const void *, const fmoe_run *);
@@ -41,68 +50,60 @@ typedef struct {
     slot slots[MAX_SLOTS];
 } op_entry;
 
-#define T(type, field) {offsetof(type, field), TENSOR}
-#define B(type, field) {offsetof(type, field), BYTES}
-#define N(type, field) {offsetof(type, field), INT32}
-#define W(type, w)                                                                                                        \
-    T(type, w.w1), T(type, w.b1), T(type, w.w2), T(type, w.b2), T(type, w.gate), T(type, w.up), T(type, w.down),          \
-        T(type, w.lora_a1), T(type, w.lora_b1), T(type, w.lora_a2), T(type, w.lora_b2)
-
-#define ROUTE(f) T(fmoe_route_args, f)
-#define PERM(f) T(fmoe_permute_args, f)
-#define UNPERM(f) T(fmoe_unpermute_args, f)
-#define GMM(f) T(fmoe_gmm_args, f)
-#define ACT(f) T(fmoe_activation_args, f)
-#define EXP(f) T(fmoe_experts_args, f)
-#define BLK(f) T(fmoe_block_args, f)
+#define T(type, field) {offsetof(fmoe_##type##_args, field), TENSOR}
+#define R(type, field) {offsetof(fmoe_##type##_args, field), ROWS}
+#define I(type, field) {offsetof(fmoe_##type##_args, field), IDS}
+#define B(type, field) {offsetof(fmoe_##type##_args, field), BYTES}
+#define N(type, field) {offsetof(fmoe_##type##_args, field), INT32}
+#define W(type, field) {offsetof(fmoe_##type##_args, field), WEIGHTS}
+#define P(type, field) {offsetof(fmoe_##type##_args, field), PLAIN}
 
 /* One adapter a function: calling through a pointer of another type would be undefined. */
-#define ADAPT(fn, type)                                                                                                   \
-    static fmoe_status run_##fn(fmoe_plan p, const void *a, const fmoe_run *r) { return fmoe_##fn(p, (const type *)a, r); }
-ADAPT(route_forward, fmoe_route_args)
-ADAPT(route_backward, fmoe_route_args)
-ADAPT(permute_forward, fmoe_permute_args)
-ADAPT(permute_backward, fmoe_permute_args)
-ADAPT(unpermute_forward, fmoe_unpermute_args)
-ADAPT(unpermute_backward, fmoe_unpermute_args)
-ADAPT(grouped_matmul_forward, fmoe_gmm_args)
-ADAPT(grouped_matmul_backward, fmoe_gmm_args)
-ADAPT(activation_forward, fmoe_activation_args)
-ADAPT(activation_backward, fmoe_activation_args)
-ADAPT(experts_forward, fmoe_experts_args)
-ADAPT(experts_backward, fmoe_experts_args)
-ADAPT(block_forward, fmoe_block_args)
-ADAPT(block_backward, fmoe_block_args)
+#define ADAPT(op, pass, type)                                                                                             \
+    static fmoe_status run_##op##_##pass(fmoe_plan p, const void *a, const fmoe_run *r) {                                \
+        return fmoe_##op##_##pass(p, (const fmoe_##type##_args *)a, r);                                                  \
+    }
+#define BOTH(op, type) ADAPT(op, forward, type) ADAPT(op, backward, type)
+BOTH(route, route)
+BOTH(permute, permute)
+BOTH(unpermute, unpermute)
+BOTH(grouped_matmul, gmm)
+BOTH(activation, activation)
+BOTH(experts, experts)
+BOTH(block, block)
 
 #define OP(NAME, fn, type, ...)                                                                                           \
-    {#NAME, run_##fn, sizeof(type), (int)(sizeof((slot[]){__VA_ARGS__}) / sizeof(slot)), {__VA_ARGS__}}
+    {#NAME, run_##fn, sizeof(fmoe_##type##_args), (int)(sizeof((slot[]){__VA_ARGS__}) / sizeof(slot)), {__VA_ARGS__}}
 
 static const op_entry OPS[] = {
-    OP(ROUTE_FORWARD, route_forward, fmoe_route_args, ROUTE(logits), ROUTE(select_bias), ROUTE(ids), ROUTE(weights),
-       ROUTE(bad_rows)),
-    OP(ROUTE_BACKWARD, route_backward, fmoe_route_args, ROUTE(logits), ROUTE(select_bias), ROUTE(ids), ROUTE(dweights),
-       ROUTE(dlogits)),
-    OP(PERMUTE_FORWARD, permute_forward, fmoe_permute_args, PERM(x), PERM(ids), PERM(xp), PERM(map), PERM(counts)),
-    OP(PERMUTE_BACKWARD, permute_backward, fmoe_permute_args, PERM(x), PERM(xp), PERM(map)),
-    OP(UNPERMUTE_FORWARD, unpermute_forward, fmoe_unpermute_args, UNPERM(y), UNPERM(map), UNPERM(weights), UNPERM(out)),
-    OP(UNPERMUTE_BACKWARD, unpermute_backward, fmoe_unpermute_args, UNPERM(y), UNPERM(map), UNPERM(weights), UNPERM(dout),
-       UNPERM(dy), UNPERM(dweights)),
-    OP(GMM_FORWARD, grouped_matmul_forward, fmoe_gmm_args, GMM(x), GMM(w), GMM(bias), GMM(sizes), GMM(y),
-       N(fmoe_gmm_args, cumulative), N(fmoe_gmm_args, list)),
-    OP(GMM_BACKWARD, grouped_matmul_backward, fmoe_gmm_args, GMM(x), GMM(w), GMM(sizes), GMM(dy), GMM(dx), GMM(dw),
-       GMM(dbias), N(fmoe_gmm_args, cumulative), N(fmoe_gmm_args, list)),
-    OP(ACTIVATION_FORWARD, activation_forward, fmoe_activation_args, ACT(h), ACT(a)),
-    OP(ACTIVATION_BACKWARD, activation_backward, fmoe_activation_args, ACT(h), ACT(da), ACT(dh)),
-    OP(EXPERTS_FORWARD, experts_forward, fmoe_experts_args, EXP(x), EXP(ids), EXP(weights), W(fmoe_experts_args, w),
-       EXP(out), B(fmoe_experts_args, saved)),
-    OP(EXPERTS_BACKWARD, experts_backward, fmoe_experts_args, EXP(x), EXP(ids), EXP(weights), W(fmoe_experts_args, w),
-       B(fmoe_experts_args, saved), EXP(dout), EXP(dx), EXP(dweights), W(fmoe_experts_args, dw)),
-    OP(BLOCK_FORWARD, block_forward, fmoe_block_args, BLK(x), BLK(w_router), BLK(b_router), BLK(select_bias),
-       W(fmoe_block_args, w), W(fmoe_block_args, shared), BLK(shared_gate), BLK(logits), BLK(ids), BLK(weights), BLK(out),
-       B(fmoe_block_args, saved)),
-    OP(BLOCK_BACKWARD, block_backward, fmoe_block_args, BLK(x), BLK(w_router), BLK(select_bias), W(fmoe_block_args, w),
-       W(fmoe_block_args, shared), BLK(shared_gate), BLK(logits), BLK(ids), BLK(weights), B(fmoe_block_args, saved), BLK(dout),
-       BLK(dlogits), BLK(dx), BLK(dw_router), BLK(db_router), W(fmoe_block_args, dw), W(fmoe_block_args, dshared), BLK(dshared_gate)),
+    OP(ROUTE_FORWARD, route_forward, route, R(route, logits), T(route, select_bias), I(route, ids), T(route, weights),
+       T(route, bad_rows)),
+    OP(ROUTE_BACKWARD, route_backward, route, R(route, logits), T(route, select_bias), I(route, ids), R(route, dweights),
+       T(route, dlogits)),
+    OP(PERMUTE_FORWARD, permute_forward, permute, R(permute, x), I(permute, ids), T(permute, xp), T(permute, map),
+       T(permute, counts)),
+    OP(PERMUTE_BACKWARD, permute_backward, permute, T(permute, x), R(permute, xp), T(permute, map)),
+    OP(UNPERMUTE_FORWARD, unpermute_forward, unpermute, R(unpermute, y), T(unpermute, map), R(unpermute, weights),
+       T(unpermute, out)),
+    OP(UNPERMUTE_BACKWARD, unpermute_backward, unpermute, R(unpermute, y), T(unpermute, map), R(unpermute, weights),
+       R(unpermute, dout), T(unpermute, dy), T(unpermute, dweights)),
+    OP(GROUPED_MATMUL_FORWARD, grouped_matmul_forward, gmm, R(gmm, x), T(gmm, w), T(gmm, bias), I(gmm, sizes), T(gmm, y),
+       N(gmm, cumulative), N(gmm, list)),
+    OP(GROUPED_MATMUL_BACKWARD, grouped_matmul_backward, gmm, R(gmm, x), T(gmm, w), I(gmm, sizes), R(gmm, dy), T(gmm, dx), T(gmm, dw),
+       T(gmm, dbias), N(gmm, cumulative), N(gmm, list)),
+    OP(ACTIVATION_FORWARD, activation_forward, activation, R(activation, h), T(activation, a)),
+    OP(ACTIVATION_BACKWARD, activation_backward, activation, R(activation, h), R(activation, da), T(activation, dh)),
+    OP(EXPERTS_FORWARD, experts_forward, experts, R(experts, x), I(experts, ids), R(experts, weights), W(experts, w),
+       T(experts, out), B(experts, saved)),
+    OP(EXPERTS_BACKWARD, experts_backward, experts, R(experts, x), I(experts, ids), R(experts, weights), W(experts, w),
+       B(experts, saved), R(experts, dout), T(experts, dx), T(experts, dweights), W(experts, dw)),
+    OP(BLOCK_FORWARD, block_forward, block, R(block, x), T(block, w_router), T(block, b_router), T(block, select_bias),
+       W(block, w), P(block, shared), T(block, shared_gate), T(block, logits), T(block, ids), T(block, weights), T(block, out),
+       B(block, saved)),
+    OP(BLOCK_BACKWARD, block_backward, block, R(block, x), T(block, w_router), T(block, select_bias), W(block, w),
+       P(block, shared), T(block, shared_gate), T(block, logits), T(block, ids), T(block, weights), B(block, saved),
+       R(block, dout), R(block, dlogits), T(block, dx), T(block, dw_router), T(block, db_router), W(block, dw),
+       P(block, dshared), T(block, dshared_gate)),
 };
 enum { N_OPS = sizeof OPS / sizeof *OPS };
 
@@ -236,10 +237,25 @@ enum { ON_STACK = 48 };
 typedef struct {
     fmoe_tensor on_stack[ON_STACK], *tensors;
     int64_t (*dims)[2 * MAX_RANK]; /* only in the fall-back */
+    int64_t turned[4][6];          /* shape and strides of transposed weights and their gradients */
     Py_ssize_t n, capacity;
+    int n_turned;
     fmoe_device device;
     const exchange_api *api;
+    PyObject *copies; /* of what had another layout */
 } call;
+
+static void start(call *c, Py_ssize_t capacity) {
+    c->dims = NULL, c->n = 0, c->n_turned = 0, c->capacity = capacity, c->api = NULL, c->copies = NULL;
+    c->device = (fmoe_device){FMOE_CPU, 0};
+    c->tensors = capacity <= ON_STACK ? c->on_stack : malloc((size_t)capacity * sizeof *c->tensors);
+}
+
+static void release(call *c) {
+    free(c->dims);
+    if (c->tensors != c->on_stack) free(c->tensors);
+    Py_XDECREF(c->copies);
+}
 
 static fmoe_tensor *take(call *c, PyObject *o) {
     fmoe_tensor *t = &c->tensors[c->n];
@@ -258,28 +274,94 @@ static fmoe_tensor *take(call *c, PyObject *o) {
     return t;
 }
 
+static bool is_compact(const fmoe_tensor *t) {
+    int64_t run = 1;
+    for (int i = t->ndim - 1; t->strides && i >= 0; run *= t->shape[i--])
+        if (t->shape[i] != 1 && t->strides[i] != run) return false;
+    return true;
+}
+
+/* take, with the layout that the kind of slot asks for: t.long(), t.contiguous() where it has another. */
+static fmoe_tensor *take_as(call *c, PyObject *o, int kind) {
+    fmoe_tensor *t = take(c, o);
+    if (!t || kind == TENSOR || !t->ndim) return t;
+    const int last = t->ndim - 1;
+    const char *fix = NULL;
+    if (kind == IDS && !(t->dtype.code == 0 && t->dtype.bits >= 32)) fix = "long";
+    else if (kind == IDS ? !is_compact(t) : t->strides && t->strides[last] != 1 && t->shape[last] != 1) fix = "contiguous";
+    if (!fix) return t;
+    PyObject *copy = PyObject_CallMethod(o, fix, NULL);
+    if (!copy || (!c->copies && !(c->copies = PyList_New(0))) || PyList_Append(c->copies, copy)) {
+        Py_XDECREF(copy);
+        return NULL;
+    }
+    Py_DECREF(copy); /* the list has it */
+    c->n--;
+    return take_as(c, copy, *fix == 'l' ? kind : TENSOR);
+}
+
 static Py_ssize_t list_size(PyObject *o) { /* -1: not a list */
     return PyList_Check(o) ? PyList_Size(o) : PyTuple_Check(o) ? PyTuple_Size(o) : -1;
 }
 
-static int take_slot(call *c, PyObject *o, const fmoe_tensor **out) {
-    Py_ssize_t n = list_size(o);
+static PyObject *list_item(PyObject *o, Py_ssize_t i) { return PyList_Check(o) ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i); }
+
+/* Entries [from, to) of a list, as an array; NULL in *out where there is none, or the first is None. */
+static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, int kind, const fmoe_tensor **out) {
+    *out = NULL;
+    if (from == to || list_item(list, from) == Py_None) return 0;
     *out = &c->tensors[c->n];
-    if (n < 0) return take(c, o) ? 0 : -1;
-    for (Py_ssize_t i = 0; i < n; i++)
-        if (!take(c, PyList_Check(o) ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i))) return -1;
+    for (Py_ssize_t i = from; i < to; i++)
+        if (!take_as(c, list_item(list, i), kind)) return -1;
     return 0;
+}
+
+static int take_slot(call *c, PyObject *o, int kind, const fmoe_tensor **out) {
+    const Py_ssize_t n = list_size(o);
+    if (n >= 0) return take_part(c, o, 0, n, kind, out);
+    return (*out = take_as(c, o, kind)) ? 0 : -1;
+}
+
+/* [E,K,N] as [E,N,K], without touching what torch's tensor says of itself. */
+static void turn(call *c, const fmoe_tensor *given) {
+    if (!given || given->ndim != 3) return; /* the library names it */
+    fmoe_tensor *t = (fmoe_tensor *)given;
+    int64_t *d = c->turned[c->n_turned++];
+    const int64_t s[3] = {t->strides ? t->strides[0] : t->shape[1] * t->shape[2], t->strides ? t->strides[1] : t->shape[2],
+                          t->strides ? t->strides[2] : 1};
+    memcpy(d, (int64_t[]){t->shape[0], t->shape[2], t->shape[1], s[0], s[2], s[1]}, 6 * sizeof *d);
+    t->shape = d, t->strides = d + 3;
+}
+
+/* w is [w1, w2] or [w1, w2, b1, b2]; with LIST, the gates (unless UNGATED), ups and downs of all experts one after the other; then
+ * a1, b1 with LORA1 and a2, b2 with LORA2. None in the place of a gradient (of a part of the list) that nobody wants. */
+static int take_weights(call *c, PyObject *list, unsigned form, fmoe_weights *w) {
+    Py_ssize_t n = list_size(list);
+    if (n < 0) return PyErr_Format(PyExc_TypeError, "fusedmoe: weights are a list of tensors"), -1;
+    const fmoe_tensor **lora[4] = {&w->lora_a1, &w->lora_b1, &w->lora_a2, &w->lora_b2};
+    for (int i = 3; i >= 0; i--)
+        if (form & (i > 1 ? LORA2 : LORA1) && (--n < 0 || take_part(c, list, n, n + 1, TENSOR, lora[i]))) goto error;
+    const fmoe_tensor **stacked[4] = {&w->w1, &w->w2, &w->b1, &w->b2}, **parts[3] = {&w->gate, &w->up, &w->down};
+    if (form & LIST) {
+        const int first = form & UNGATED ? 1 : 0;
+        const Py_ssize_t E = n / (3 - first);
+        for (int i = first; i < 3; i++)
+            if (take_part(c, list, (i - first) * E, (i - first + 1) * E, TENSOR, parts[i])) goto error;
+        return 0;
+    }
+    for (int i = 0; i < n && i < 4; i++)
+        if (take_part(c, list, i, i + 1, TENSOR, stacked[i])) goto error;
+    if (form & TRANSPOSED) turn(c, w->w1), turn(c, w->w2);
+    return 0;
+error:
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "fusedmoe: fewer weights than the flags say");
+    return -1;
 }
 
 static size_t tensor_bytes(const fmoe_tensor *t) {
     size_t n = t->dtype.bits / 8;
     for (int i = 0; i < t->ndim; i++) n *= (size_t)t->shape[i];
     return n;
-}
-
-static void release(call *c) {
-    free(c->dims);
-    if (c->tensors != c->on_stack) free(c->tensors);
 }
 
 /* ---- Status -> exception --------------------------------------------------------------------------------- */
@@ -355,17 +437,18 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
         return PyErr_Format(PyExc_TypeError, "run: %s takes %d slots, got %zd", op->name, op->n, n_args - 5);
     fmoe_plan plan = PyLong_AsUnsignedLongLong(args[1]);
     fmoe_run run = FMOE_RUN_INIT;
-    run.flags = (uint32_t)PyLong_AsUnsignedLong(args[2]);
+    const unsigned form = (unsigned)PyLong_AsUnsignedLong(args[2]);
+    run.flags = form & (LIST - 1);
     if (PyErr_Occurred()) return NULL;
 
     void *owned = NULL; /* a workspace of ours */
     call c;
-    c.dims = NULL, c.n = 0, c.capacity = 1, c.api = NULL, c.device = (fmoe_device){FMOE_CPU, 0};
+    Py_ssize_t capacity = 1;
     for (int i = 0; i < op->n; i++) {
-        Py_ssize_t n = slots[i] == Py_None ? 0 : list_size(slots[i]);
-        c.capacity += n < 0 ? 1 : n;
+        const Py_ssize_t n = slots[i] == Py_None ? 0 : list_size(slots[i]);
+        capacity += n < 0 ? 1 : n;
     }
-    c.tensors = c.capacity <= ON_STACK ? c.on_stack : malloc((size_t)c.capacity * sizeof *c.tensors);
+    start(&c, capacity);
     if (!c.tensors) return PyErr_NoMemory();
 
     union { /* every args struct begins with its size */
@@ -377,21 +460,22 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     a.size = op->size;
     for (int i = 0; i < op->n; i++) {
         char *field = a.bytes + op->slots[i].offset;
+        const int kind = op->slots[i].kind;
         if (slots[i] == Py_None) continue;
-        if (op->slots[i].kind == INT32) {
+        if (kind == INT32) {
             *(int32_t *)(void *)field = (int32_t)PyLong_AsLong(slots[i]);
             if (PyErr_Occurred()) goto error;
             continue;
         }
-        const fmoe_tensor *t;
-        if (take_slot(&c, slots[i], &t)) goto error;
-        if (op->slots[i].kind == TENSOR) {
-            memcpy(field, &t, sizeof t);
-        } else {
-            size_t n = tensor_bytes(t);
-            memcpy(field, &t->data, sizeof t->data);
-            memcpy(field + sizeof(void *), &n, sizeof n);
+        if (kind == WEIGHTS || kind == PLAIN) {
+            if (take_weights(&c, slots[i], kind == PLAIN ? 0 : form, (fmoe_weights *)(void *)field)) goto error;
+            continue;
         }
+        const fmoe_tensor *t;
+        if (take_slot(&c, slots[i], kind == BYTES ? TENSOR : kind, &t)) goto error;
+        const size_t n = kind == BYTES && t ? tensor_bytes(t) : 0;
+        if (kind != BYTES) memcpy(field, &t, sizeof t);
+        else if (n) memcpy(field, &t->data, sizeof t->data), memcpy(field + sizeof(void *), &n, sizeof n);
     }
     fmoe_device device = c.device;
     const exchange_api *api = c.api;
@@ -535,7 +619,8 @@ static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssiz
     fmoe_status s = fmoe_saved_bytes(plan, tokens, &bytes);
     if (s != FMOE_OK) return fail(s);
     if (n == 3) {
-        call c = {.tensors = c.on_stack, .capacity = 1};
+        call c;
+        start(&c, 1);
         const fmoe_tensor *t = take(&c, args[2]);
         if (t && t->device.type == FMOE_CPU && tensor_bytes(t) > bytes) memset((char *)t->data + bytes, 0, tensor_bytes(t) - bytes);
         release(&c);
@@ -577,19 +662,20 @@ static PyObject *core_set_max_isa(PyObject *self, PyObject *arg) {
 static PyObject *core_ceiling(PyObject *self, PyObject *args) {
     (void)self;
     int dtype, threads;
-    double gflops;
+    double gflops = 0, gbytes = 0;
     if (!PyArg_ParseTuple(args, "ii", &dtype, &threads)) return NULL;
-    if (!fmoe_cpu_ceiling_gflops) Py_RETURN_NONE;
     Py_BEGIN_ALLOW_THREADS
-    gflops = fmoe_cpu_ceiling_gflops((fmoe_dtype)dtype, threads);
+    if (fmoe_cpu_ceiling_gflops) gflops = fmoe_cpu_ceiling_gflops((fmoe_dtype)dtype, threads);
+    if (fmoe_cpu_stream_gbytes) gbytes = fmoe_cpu_stream_gbytes(threads);
     Py_END_ALLOW_THREADS
-    return PyFloat_FromDouble(gflops);
+    return Py_BuildValue("dd", gflops, gbytes);
 }
 
 /* None where the pool is not for it: small, on a device, or of a torch without the exchange table. */
 static PyObject *core_empty_like(PyObject *self, PyObject *tensor) {
     (void)self;
-    call c = {.tensors = c.on_stack, .capacity = 1};
+    call c;
+    start(&c, 1);
     const fmoe_tensor *t = take(&c, tensor);
     void *out = NULL;
     if (t && t->device.type == FMOE_CPU && c.api && c.api->managed_to_py && tensor_bytes(t) >= pool_from) {
@@ -650,7 +736,7 @@ static PyMethodDef methods[] = {
     {"empty_cache", core_empty_cache, METH_NOARGS, "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
     {"pool", core_pool, METH_NOARGS, "Bytes in use, free, and the largest amount that was in use at once"},
     {"pool_from", core_pool_from, METH_O, "Tensors of that many bytes come from the pool; returns what was"},
-    {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop on this CPU, measured; None: not known"},
+    {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop and GB/s of a read of memory on this CPU, measured; 0: not known"},
     {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
     {"use_queue", core_use_queue, METH_O, "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
     {NULL, NULL, 0, NULL},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pool.h - large blocks of CPU memory that are used again: gradients, what a forward saves, workspaces. See _pool.c. */
+ * _pool.h - large blocks of CPU memory that are used again, for gradients. See _pool.c. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

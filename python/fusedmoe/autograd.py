@@ -4,29 +4,34 @@
 Only gradients that somebody asked for are computed; without any, the inference operators run and nothing is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from functools import reduce
 from itertools import chain
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import ops
 
 
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
     """The dtype to compute in: autocast's where it is on, the weights' otherwise (as transformers does)."""
-    kind = x.device.type
+    kind = "cpu" if x.is_cpu else x.device.type
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return w.dtype
 
 
 def _no_second_derivative() -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
+
+
+def _mask(wanted: Sequence[bool]) -> int:
+    return sum(1 << i for i, yes in enumerate(wanted) if yes)
 
 
 def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
@@ -40,36 +45,35 @@ def _with_factors(w: Sequence[Tensor], scales: Sequence[float], dtype: torch.dty
     n = len(w) - len(scales)
     factors = [t.to(dtype) if s == 1 else t.to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(s)
                for t, s in zip(w[n:], scales, strict=True)]  # fmt: skip
-    return [*w[:n], *(t if 1 in t.stride()[1:] else t.contiguous() for t in factors)] if factors else w
+    return [*w[:n], *(t if 1 in t.stride()[1:] else t.contiguous() for t in factors)]
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
-        line: tuple = ()
-        if torch.compiler.is_compiling():
-            line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, *layer[:2]), ids.shape[1], *layer)
-        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype), *layer, line)
+        line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, *layer[:2]), ids.shape[1], *layer) if is_compiling() else ()
+        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype) if scales else w, *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
-        ctx.layer, ctx.scales = layer, scales
+        ctx.layer = layer, scales
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor):
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        bits = (1, 2, *ops.needs_bits(w, *ctx.layer[:2]))
-        needs = 0
-        for bit, yes in zip(bits, (need[2], *need[4:]), strict=True):
-            needs |= bit if yes else 0
-        ready = _with_factors(w, ctx.scales, x.dtype)
-        grads = iter(ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *ctx.layer, needs))
-        dx, dp, *dw = [next(grads) if needs & bit else None for bit in bits]
-        for i, scale in enumerate(ctx.scales, len(w) - len(ctx.scales)):
+        need, (layer, scales) = ctx.needs_input_grad, ctx.layer
+        bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
+        needs = reduce(or_, [bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes], 0)
+        ready = _with_factors(w, scales, x.dtype) if scales else w
+        grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs)
+        dx, dp, *dw = ops.spread(grads, [needs & bit for bit in bits])
+        for i, scale in enumerate(scales, len(w) - len(scales)):
             if dw[i] is not None:
                 dw[i] = (dw[i] if scale == 1 else dw[i].mul_(scale)).to(w[i].dtype)
         return None, None, dx, None, dp, *dw
+
+
+_record = super(torch.autograd.Function, _Experts).apply  # apply without the 2 us it takes for functorch's transforms
 
 
 def experts(
@@ -86,17 +90,18 @@ def experts(
         if t.dtype != dtype:
             w = [t.to(dtype) for t in w]
             break
-    scales: list[float] = []
-    for flag, factors in zip((ops.LORA1, ops.LORA2), lora, strict=False):
+    scales: Sequence[float] = ()
+    for flag, factors in zip((ops.LORA1, ops.LORA2), lora) if lora else ():
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
             w, flags, scales = [*w, a, b], flags | flag, [*scales, 1.0, scale]
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
-    if torch.is_grad_enabled() and any([t.requires_grad for t in (xc, p, *w)]):
-        out = _Experts.apply((act, flags, alpha, limit), scales, xc, ids, p, *w)
+    if torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w])):
+        plain = not is_compiling() and not torch._C._are_functorch_transforms_active()
+        out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
-        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, dtype), act, flags, alpha, limit)
+        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, dtype) if scales else w, act, flags, alpha, limit)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
@@ -198,9 +203,9 @@ class _Unpermute(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):
         _no_second_derivative()
         y, row_map, p = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        grads = ops.unpermute_backward(y, row_map, [p], dout, (1 if need[0] else 0) | (2 if need[2] else 0))
-        return grads[0] if need[0] else None, None, grads[-1] if need[2] else None
+        wanted = ctx.needs_input_grad[::2]
+        dy, dp = ops.spread(ops.unpermute_backward(y, row_map, [p], dout, _mask(wanted)), wanted)
+        return dy, None, dp
 
 
 def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
@@ -226,10 +231,9 @@ class GmmFunction(torch.autograd.Function):
         _no_second_derivative()
         x, w, sizes = ctx.saved_tensors
         need = ctx.needs_input_grad
-        wanted = [need[0], need[1], len(need) > 3 and need[3]]
-        needs = (1 if wanted[0] else 0) | (2 if wanted[1] else 0) | (4 if wanted[2] else 0)
-        grads = list(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), needs, 0))
-        dx, dw, db = (grads.pop(0).to(d) if yes else None for yes, d in zip(wanted, ctx.dtypes, strict=True))
+        wanted = need[0], need[1], len(need) > 3 and need[3]
+        grads = ops.spread(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), _mask(wanted), 0), wanted)
+        dx, dw, db = (g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
         return dx, dw, None, db
 
 
@@ -253,13 +257,10 @@ class HybridGmmFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor):
         _no_second_derivative()
         n, saved, need = ctx.num_experts, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        needs = (1 if any(need[:n]) else 0) | (2 if any(need[n:]) else 0)
-        dys = [dy.to(saved[0].dtype) for dy in dys]
-        grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], dys, needs)
-        dx = grads[:n] if needs & 1 else [None] * n
-        dw = grads[-n:] if needs & 2 else [None] * n
-        out = [g.to(d) if yes else None for g, d, yes in zip((*dx, *dw), ctx.dtypes, need, strict=True)]
-        return None, *out
+        wanted = any(need[:n]), any(need[n:])
+        grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], [dy.to(saved[0].dtype) for dy in dys], _mask(wanted))
+        grads = ops.spread(grads, [wanted[i >= n] for i in range(2 * n)])
+        return None, *(g.to(d) if yes else None for g, d, yes in zip(grads, ctx.dtypes, need, strict=True))
 
 
 class _Activation(torch.autograd.Function):

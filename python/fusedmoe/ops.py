@@ -10,11 +10,10 @@ experts one after the other; then, with LORA1, the factors a1, b1 of W1's adapte
 tensors are lists of none or one; ``needs`` is a mask of the gradients to compute.
 
 An operator is written as a generator. It yields its results, still empty: that is all its fake kernel is. Then it yields
-its plan, its rows and the slots of the C call.
+its plan, the flags of the run, its rows and the slots of the C call.
 """
 
-from __future__ import annotations
-
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -30,10 +29,9 @@ SWIGLU, GEGLU, GEGLU_TANH, REGLU, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_OUT = r
 SILU, GELU, GELU_TANH, RELU, RELU2 = range(16, 21)
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
 INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE = 1, 2, 4, 8, 16, 32
-# flags of this module: how `w` is given
-LIST, TRANSPOSED, LORA1, LORA2 = 1 << 16, 1 << 17, 1 << 18, 1 << 19
-_C_FLAGS = (1 << 16) - 1
-_REPLAY = 8
+_REPLAY = 8  # of fmoe_run
+# flags of this module and of _core: how `w` is given
+LIST, TRANSPOSED, LORA1, LORA2, _UNGATED = (1 << bit for bit in range(16, 21))
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _DEVICES = {"cpu": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
@@ -50,9 +48,8 @@ def _plan(
 ) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
-    kind = _DEVICES.get(device.type, 12)
-    return _core.plan(op, DTYPES[dtype], kind, device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2, act,
-                      flags & _C_FLAGS, alpha, limit, rule, threads)  # fmt: skip
+    return _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
+                      act, flags & (LIST - 1), alpha, limit, rule, threads)  # fmt: skip
 
 
 def _plan_for(op: int, t: Tensor, *sizes: int, **more: Any) -> int:
@@ -86,19 +83,8 @@ def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _unit(t: Tensor) -> Tensor:
-    """The C library reads activations with unit stride in the last dimension."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
-
-
-def _ids(t: Tensor) -> Tensor:
-    if t.dtype not in (torch.int64, torch.int32):
-        t = t.long()
-    return t.contiguous()
-
-
 def _like(t: Tensor) -> Tensor:
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
+    return torch.empty_like(t) if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _gradient(w: Tensor) -> Tensor:
@@ -107,28 +93,23 @@ def _gradient(w: Tensor) -> Tensor:
     return torch.empty_like(w) if again is None else again
 
 
-def _opt(ts: Sequence[Tensor], read: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor | None:
-    return read(ts[0]) if ts else None
-
-
-def _given(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
+def spread(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
     """grads, with None in the place of those that nobody wants."""
     rest = iter(grads)
     return [next(rest) if yes else None for yes in wanted]
 
 
-def _define(schema: str, code: int, flags: int = 0) -> Callable[[Callable[..., Iterator]], Callable]:
-    """Make an operator of a generator (see above)."""
+def _define(schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
+    """Make an operator of a generator (see above); its name says which C function it runs."""
     name = schema.split("(", 1)[0]
     pass_ = int(name.endswith("backward"))
+    code = getattr(_core, re.sub("_(forward|backward|replay|list)", "", name).upper() + ("_FORWARD", "_BACKWARD")[pass_])
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     op = getattr(torch.ops.fusedmoe, name).default
 
     def register(steps: Callable[..., Iterator]) -> Callable:
         def impl(*args: Any) -> Any:
-            step = steps(*args)
-            results = next(step)
-            plan, rows, *slots = next(step)
+            results, (plan, flags, rows, *slots) = steps(*args)
             first = args[0] if isinstance(args[0], Tensor) else args[0][0]
             if first.is_cpu:
                 _core.run(code, plan, flags, None, rows, *slots)
@@ -153,238 +134,182 @@ def call(op: Callable, *args: Any) -> Any:
 
 
 # ---- route ----------------------------------------------------------------------------------------------------------
-
-
 def _weight_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-def _route_plan(logits: Tensor, k: int, rule: Sequence[int], eps: float, scale: float) -> int:
-    return _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=k, rule=(*rule, eps, scale))
-
-
-@_define("route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)",
-         _core.ROUTE_FORWARD)  # fmt: skip
+@_define("route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)")
 def route(logits, select_bias, k, rule, eps, scale):
     T = logits.shape[0]
     ids, weights = logits.new_empty((T, k), dtype=torch.int64), logits.new_empty((T, k), dtype=_weight_dtype(logits))
     yield ids, weights
-    yield _route_plan(logits, k, rule, eps, scale), T, _unit(logits), _opt(select_bias), ids, weights, None
+    yield _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=k, rule=(*rule, eps, scale)), 0, T, logits, select_bias, ids, weights, None
 
 
-@_define("route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor", _core.ROUTE_FORWARD, _REPLAY)
+@_define("route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor")
 def route_replay(logits, ids, rule, eps, scale):
     weights = logits.new_empty(ids.shape, dtype=_weight_dtype(logits))
     yield weights
-    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
-    yield plan, logits.shape[0], _unit(logits), None, _ids(ids), weights, None
+    plan = _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=int(ids.shape[1]), rule=(*rule, eps, scale))
+    yield plan, _REPLAY, logits.shape[0], logits, None, ids, weights, None
 
 
-@_define("route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor",
-         _core.ROUTE_BACKWARD)  # fmt: skip
+@_define("route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor")
 def route_backward(logits, ids, dweights, rule, eps, scale):
     dlogits = _like(logits)
     yield dlogits
-    plan = _route_plan(logits, int(ids.shape[1]), rule, eps, scale)
-    yield plan, logits.shape[0], _unit(logits), None, _ids(ids), _unit(dweights), dlogits
+    plan = _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=int(ids.shape[1]), rule=(*rule, eps, scale))
+    yield plan, 0, logits.shape[0], logits, None, ids, dweights, dlogits
 
 
 # ---- permute, unpermute ---------------------------------------------------------------------------------------------
-
-
-def _permute_plan(t: Tensor, E: int, k: int, flags: int = 0) -> int:
-    return _plan_for(PERMUTE, t, H=int(t.shape[1]), E=E, k=k, flags=flags)
-
-
-@_define("permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)", _core.PERMUTE_FORWARD)
+@_define("permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)")
 def permute(x, ids, E, flags):
     T, k = ids.shape
     xp, row_map = x.new_empty((T * k, x.shape[1])), x.new_empty((T * k,), dtype=torch.int32)
     counts = x.new_empty((E,), dtype=torch.int64)
     yield xp, row_map, counts
-    yield _permute_plan(x, E, int(k), flags), T, _unit(x), _ids(ids), xp, row_map, counts
+    yield _plan_for(PERMUTE, x, H=int(x.shape[1]), E=E, k=int(k), flags=flags), 0, T, x, ids, xp, row_map, counts
 
 
-@_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor", _core.UNPERMUTE_FORWARD)
+@_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor")
 def unpermute(y, row_map, weights, k):
     """Without weights it is also the backward of permute."""
     out = y.new_empty((row_map.shape[0] // k, y.shape[1]))
     yield out
-    yield _permute_plan(y, 1, k), out.shape[0], _unit(y), row_map, _opt(weights, _unit), out
+    yield _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=k), 0, out.shape[0], y, row_map, weights, out
 
 
-@_define("unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]",
-         _core.UNPERMUTE_BACKWARD)  # fmt: skip
+@_define("unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]")
 def unpermute_backward(y, row_map, weights, dout, needs):
     wanted = needs & 1, needs & 2
     grads = [_like(t) for t, yes in zip((y, *weights), wanted, strict=False) if yes]
     yield grads
     T = dout.shape[0]
-    plan = _permute_plan(y, 1, int(row_map.shape[0]) // T if T else 1)
-    yield plan, T, _unit(y), row_map, _opt(weights, _unit), _unit(dout), *_given(grads, wanted)
+    plan = _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=int(row_map.shape[0] // T) if T else 1)
+    yield plan, 0, T, y, row_map, weights, dout, *spread(grads, wanted)
 
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
-
-
 def _gmm_plan(x: Tensor, w: Tensor) -> int:
     E, K, N = (int(n) for n in w.shape)
     return _plan_for(GMM, x, E=E, K=K, N=N)
 
 
-@_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor", _core.GMM_FORWARD)
+@_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")
 def grouped_matmul(x, w, bias, sizes, cumulative):
     y = x.new_zeros((x.shape[0], w.shape[2]))  # rows past the last group stay zero
     yield y
-    yield _gmm_plan(x, w), x.shape[0], _unit(x), w, _opt(bias), _ids(sizes), y, cumulative, 0
+    yield _gmm_plan(x, w), 0, x.shape[0], x, w, bias, sizes, y, cumulative, 0
 
 
-@_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]",
-         _core.GMM_BACKWARD)  # fmt: skip
+@_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
 def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
     wanted = needs & 1, needs & 2, needs & 4
-    grads = [_like(x)] if needs & 1 else []
-    grads += [_gradient(w)] if needs & 2 else []
-    grads += [w.new_empty((w.shape[0], w.shape[2]))] if needs & 4 else []
+    makers = lambda: _like(x), lambda: _gradient(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
+    grads = [make() for make, yes in zip(makers, wanted, strict=True) if yes]
     yield grads
-    yield _gmm_plan(x, w), x.shape[0], _unit(x), w, _ids(sizes), _unit(dy), *_given(grads, wanted), cumulative, 0
+    yield _gmm_plan(x, w), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
 
 
-def _list_plan(x: Sequence[Tensor]) -> tuple[int, int]:
-    return _plan_for(GMM, x[0], E=len(x)), sum(t.shape[0] for t in x)
+def _list_plan(x: Sequence[Tensor]) -> tuple[int, int, int]:
+    return _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x)
 
 
-@_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]", _core.GMM_FORWARD)
+@_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]")
 def grouped_matmul_list(x, w, bias):
     y = [t.new_empty((t.shape[0], u.shape[1])) for t, u in zip(x, w, strict=True)]
     yield y
-    yield *_list_plan(x), [_unit(t) for t in x], w, bias or None, None, y, 0, 1
+    yield *_list_plan(x), x, w, bias, None, y, 0, 1
 
 
-@_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]", _core.GMM_BACKWARD)
+@_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
 def grouped_matmul_list_backward(x, w, dy, needs):
-    dx = [_like(t) for t in x] if needs & 1 else []
-    dw = [_gradient(t) for t in w] if needs & 2 else []
+    dx, dw = [_like(t) for t in x if needs & 1], [_gradient(t) for t in w if needs & 2]
     yield dx + dw
-    yield *_list_plan(x), [_unit(t) for t in x], w, None, [_unit(t) for t in dy], dx or None, dw or None, None, 0, 1
+    yield *_list_plan(x), x, w, None, dy, dx, dw, None, 0, 1
 
 
 # ---- activation -----------------------------------------------------------------------------------------------------
-
-
-def _act_plan(h: Tensor, width: int, act: int, flags: int, alpha: float, limit: float) -> int:
-    return _plan_for(ACTIVATION, h, I=int(width), act=act, flags=flags, alpha=alpha, limit=limit)
-
-
-@_define("activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor", _core.ACTIVATION_FORWARD)
+@_define("activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor")
 def activation(h, act, flags, alpha, limit):
     a = h.new_empty((h.shape[0], h.shape[1] // (2 if act < SILU else 1)))
     yield a
-    yield _act_plan(h, a.shape[1], act, flags, alpha, limit), h.shape[0], _unit(h), a
+    yield _plan_for(ACTIVATION, h, I=int(a.shape[1]), act=act, flags=flags, alpha=alpha, limit=limit), 0, h.shape[0], h, a
 
 
-@_define("activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor",
-         _core.ACTIVATION_BACKWARD)  # fmt: skip
+@_define("activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor")
 def activation_backward(h, da, act, flags, alpha, limit):
     dh = _like(h)
     yield dh
-    yield _act_plan(h, da.shape[1], act, flags, alpha, limit), h.shape[0], _unit(h), _unit(da), dh
+    yield _plan_for(ACTIVATION, h, I=int(da.shape[1]), act=act, flags=flags, alpha=alpha, limit=limit), 0, h.shape[0], h, da, dh
 
 
 # ---- experts --------------------------------------------------------------------------------------------------------
-
-
-def _split(w: Sequence, flags: int) -> tuple[Sequence, tuple]:
-    """The weights, and the factors a1, b1, a2, b2 of their adapters."""
-    if not flags & (LORA1 | LORA2):
-        return w, (None,) * 4
-    n = len(w) - (2 if flags & LORA1 else 0) - (2 if flags & LORA2 else 0)
-    return w[:n], (*(w[n : n + 2] if flags & LORA1 else (None, None)), *(w[-2:] if flags & LORA2 else (None, None)))
+def _form(act: int, flags: int, *_: float) -> int:
+    """What _core has to know of w."""
+    return flags & -LIST | (0 if act < SILU else _UNGATED)
 
 
 def layer_sizes(w: Sequence[Tensor], act: int, flags: int) -> tuple[int, int, int, int, int]:
     """H, I, E, rank1, rank2 of a layer, from its weights."""
-    w, (a1, _, a2, _) = _split(w, flags)
-    ranks = 0 if a1 is None else int(a1.shape[1]), 0 if a2 is None else int(a2.shape[1])
+    n = len(w) - (2 if flags & LORA1 else 0) - (2 if flags & LORA2 else 0)
+    rank1, rank2 = int(w[n].shape[1]) if flags & LORA1 else 0, int(w[-2].shape[1]) if flags & LORA2 else 0
     if flags & LIST:
         I, H = w[0].shape
-        return int(H), int(I), len(w) // (3 if act < SILU else 2), *ranks
+        return int(H), int(I), n // (3 if act < SILU else 2), rank1, rank2
     E, a, b = w[1].shape
-    return (int(b), int(a), int(E), *ranks) if flags & TRANSPOSED else (int(a), int(b), int(E), *ranks)
-
-
-def _slots(w: Sequence[Tensor | None], act: int, flags: int) -> tuple:
-    """The eleven fields of fmoe_weights."""
-    if not w:
-        return (None,) * 11
-    w, lora = _split(w, flags)
-    if flags & LIST:
-        n = len(w) // (3 if act < SILU else 2)
-        parts = [w[i : i + n] for i in range(0, len(w), n)]
-        gate = [None] if act >= SILU else []
-        return None, None, None, None, *gate, *(None if p[0] is None else p for p in parts), *lora
-    w1, w2, b1, b2 = w if len(w) == 4 else (*w, None, None)
-    if flags & TRANSPOSED:
-        w1, w2 = (t if t is None else t.transpose(1, 2) for t in (w1, w2))
-    return w1, b1, w2, b2, None, None, None, *lora
+    return (int(b), int(a), int(E), rank1, rank2) if flags & TRANSPOSED else (int(a), int(b), int(E), rank1, rank2)
 
 
 def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
     """The bit of `needs` that asks for the gradient of each tensor in w; one bit for all gates and ups, one for all downs."""
-    base, _ = _split(w, flags)
-    if flags & LIST:
-        down = len(base) // (3 if act < SILU else 2)
-        bits = [4] * (len(base) - down) + [8] * down
-    else:
-        bits = [4, 8, 16, 32][: len(base)]
-    return bits + ([64, 128] if flags & LORA1 else []) + ([256, 512] if flags & LORA2 else [])
+    lora = ([64, 128] if flags & LORA1 else []) + ([256, 512] if flags & LORA2 else [])
+    n = len(w) - len(lora)
+    down = n // (3 if act < SILU else 2)
+    return ([4] * (n - down) + [8] * down if flags & LIST else [4, 8, 16, 32][:n]) + lora
 
 
-def _experts_plan(x, ids, w, act, flags, alpha, limit) -> int:
-    return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *layer_sizes(w, act, flags), int(ids.shape[1]), 0, 0, 0,
-                 act, flags, alpha, limit)  # fmt: skip
+def _experts_plan(x, ids, w, *layer) -> int:
+    sizes = layer_sizes(w, *layer[:2])
+    return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, *layer)
 
 
 _LAYER = "Tensor x, Tensor ids, Tensor p, Tensor[] w, int act, int flags, float alpha, float limit"
 
 
-@_define(f"experts({_LAYER}) -> Tensor", _core.EXPERTS_FORWARD)
-def experts(x, ids, p, w, act, flags, alpha, limit):
+@_define(f"experts({_LAYER}) -> Tensor")
+def experts(x, ids, p, w, *layer):
     """The layer without a gradient: nothing is saved."""
     out = _like(x)
     yield out
-    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-    yield plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, None
+    yield _experts_plan(x, ids, w, *layer), _form(*layer), x.shape[0], x, ids, p, w, out, None
 
 
-def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], k: int, act: int, flags: int,
-                  alpha: float, limit: float) -> tuple[int, int]:  # fmt: skip
+def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], k: int, *layer: Any) -> tuple[int, int]:
     """c0, c1: experts_forward saves c0 + c1 * T bytes. An argument of it, so that a graph which torch.compile keeps on disk
-    is not used with a library that saves something else. sizes: layer_sizes(...)."""
-    return _saved_line(_plan(EXPERTS, dtype, device, torch.get_num_threads(), *sizes, k, 0, 0, 0, act, flags, alpha, limit))
+    is not used with a library that saves something else. sizes: layer_sizes(...); layer: act, flags, alpha, limit."""
+    return _saved_line(_plan(EXPERTS, dtype, device, torch.get_num_threads(), *sizes, k, 0, 0, 0, *layer))
 
 
 experts_saved._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
 
 
-def _saved(x: Tensor, c0: int, c1: int) -> Tensor:
-    return torch.empty((c0 + c1 * x.shape[0],), dtype=torch.uint8, device=x.device)
-
-
-@_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)", _core.EXPERTS_FORWARD)
+@_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)")
 def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
     """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
-    plan = None if saved else _experts_plan(x, ids, w, act, flags, alpha, limit)
-    out, saved = _like(x), _saved(x, *(saved or (_core.saved_bytes(plan, x.shape[0]), 0)))
+    T, line, layer = x.shape[0], saved, (act, flags, alpha, limit)
+    plan = None if line else _experts_plan(x, ids, w, *layer)
+    out, saved = _like(x), x.new_empty(line[0] + line[1] * T if line else _core.saved_bytes(plan, T), dtype=torch.uint8)
     yield out, saved
-    if plan is None:
-        plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-        _core.saved_bytes(plan, x.shape[0], saved)
-    yield plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), out, saved
+    if line:
+        plan = _experts_plan(x, ids, w, *layer)
+        _core.saved_bytes(plan, T, saved)
+    yield plan, _form(*layer), T, x, ids, p, w, out, saved
 
 
 @_define("experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
-         "float alpha, float limit, int needs) -> Tensor[]", _core.EXPERTS_BACKWARD)  # fmt: skip
+         "float alpha, float limit, int needs) -> Tensor[]")  # fmt: skip
 def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
     wanted = [needs & bit for bit in (1, 2, *needs_bits(w, act, flags))]
@@ -396,15 +321,11 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
         own = own[len(lists) :]
     grads += [_gradient(t) for t in own]
     yield grads
-    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
-    dx, dp, *dw = _given(grads, wanted)
-    yield (plan, x.shape[0], _unit(x), _ids(ids), _unit(p), *_slots(w, act, flags), saved if saved.numel() else None,
-           _unit(dout), dx, dp, *_slots(dw, act, flags))  # fmt: skip
+    plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags, alpha, limit), spread(grads, wanted)
+    yield plan, _form(act, flags), x.shape[0], x, ids, p, w, saved, dout, dx, dp, dw
 
 
 # ---- block: router matmul, route, experts, shared expert --------------------------------------------------------------
-
-
 def _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale) -> int:
     shared_I = int(shared[1].shape[2]) if shared else 0
     return _plan_for(BLOCK, x, *layer_sizes(w, act, flags), k=k, shared_I=shared_I, act=act, flags=flags, alpha=alpha,
@@ -415,22 +336,21 @@ _RULE = "int k, int act, int flags, float alpha, float limit, int[] rule, float 
 
 
 @_define("block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
-         f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _core.BLOCK_FORWARD)  # fmt: skip
-def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, act, flags, alpha, limit, rule, eps, scale):
+         f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, *layer):
     """out, logits, ids, weights, saved."""
-    plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
-    T, dtype = x.shape[0], _weight_dtype(x)
-    out, logits, saved = _like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), _saved(x, *_saved_line(plan))
+    plan = _block_plan(x, w, shared, k, *layer)
+    T, dtype, (c0, c1) = x.shape[0], _weight_dtype(x), _saved_line(plan)
+    out, logits, saved = _like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), x.new_empty(c0 + c1 * T, dtype=torch.uint8)
     ids, weights = x.new_empty((T, k), dtype=torch.int64), x.new_empty((T, k), dtype=dtype)
     yield out, logits, ids, weights, saved
     saved.zero_()
-    yield (plan, T, _unit(x), w_router, _opt(b_router), _opt(select_bias), *_slots(w, act, flags), *_slots(shared, act, 0),
-           _opt(shared_gate), logits, ids, weights, out, saved)  # fmt: skip
+    yield plan, _form(*layer), T, x, w_router, b_router, select_bias, w, shared, shared_gate, logits, ids, weights, out, saved
 
 
 @_define("block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, Tensor[] shared_gate, "
          "Tensor logits, Tensor ids, Tensor weights, Tensor saved, Tensor dout, Tensor[] dlogits, "
-         f"{_RULE}, Tensor[] b_router) -> Tensor[]", _core.BLOCK_BACKWARD)  # fmt: skip
+         f"{_RULE}, Tensor[] b_router) -> Tensor[]")  # fmt: skip
 def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
                    k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
@@ -438,7 +358,6 @@ def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids
     yield grads
     dx, dw_router, *rest = grads
     db_router, dw, dshared, dgate = ([rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate))
-    yield (_block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale), x.shape[0], _unit(x), w_router,
-           _opt(select_bias), *_slots(w, act, flags), *_slots(shared, act, 0), _opt(shared_gate), logits, ids, weights, saved,
-           _unit(dout), _opt(dlogits), dx, dw_router, _opt(db_router), *_slots(dw, act, flags), *_slots(dshared, act, 0),
-           _opt(dgate))  # fmt: skip
+    plan = _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale)
+    yield (plan, _form(act, flags), x.shape[0], x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout,
+           dlogits, dx, dw_router, db_router, dw, dshared, dgate)  # fmt: skip

@@ -205,6 +205,8 @@ def test_threads_and_forks_without_the_interpreter(what, flags, tmp_path):
     build = [cc, "-O1", "-g", "-pthread", *flags, *include, str(here / "pool_threads.c"), str(root / "python/fusedmoe/_pool.c")]
     subprocess.run([*build, "-o", str(program)], check=True)
     run = subprocess.run([str(program), *["forks"] * (what == "forks")], capture_output=True, text=True, timeout=100)
+    if "unexpected memory mapping" in run.stderr:
+        pytest.skip("this compiler's thread sanitizer does not run on this kernel")
     assert run.returncode == 0, run.stdout + run.stderr[:4000]
 
 

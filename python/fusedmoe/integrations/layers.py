@@ -5,8 +5,6 @@ An activation is known by its type, or by its result: run on a probe, value and 
 library has. What stays unknown is called as the model wrote it, between two grouped matmuls.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@
 entries of npu_fused_moe and cuda_fused_moe become ours, and fused_moe and cpu_fused_moe are added.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

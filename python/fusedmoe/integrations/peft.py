@@ -8,8 +8,6 @@ Separate Linears (transformers v4): `look_through` and `stack` find the factors 
 What is not plain LoRA with one active adapter and no dropout stays PEFT's to compute, with one log line.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -7,8 +7,6 @@ values and gradients must be those of a rule that the C library has; dtypes and 
 and under autocast.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ A seam is a function in the place of a module's forward (or of its method `moe`)
 module's own gives on six random tokens.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain, product
@@ -121,8 +119,6 @@ def _stacked(module: nn.Module) -> tuple[int, int, list[Layer]]:
 
 
 # ---- whole blocks -----------------------------------------------------------------------------------------------------------
-
-
 def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, rule: dict, bias: str) -> Any:
     """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
     w = layers.list_weights(self)
@@ -177,8 +173,6 @@ def _block(module: nn.Module) -> Iterator[Candidate]:
 
 
 # ---- one grouped matmul: ParallelExperts of JetMoE and of Granite before 5.13, Aria before 5.22 ----------------------------------
-
-
 def grouped_linear_forward(self: nn.Module, *args: Any, transposed: bool, **kwargs: Any) -> Tensor:
     """Two arguments, under any names: rows sorted by expert, and how many each expert has."""
     inputs, sizes = *args, *kwargs.values()
@@ -197,8 +191,6 @@ def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
 
 
 # ---- finding and putting ------------------------------------------------------------------------------------------------------
-
-
 def _close(a: Any, b: Any) -> bool:
     a, b = (t if isinstance(t, tuple) else (t,) for t in (a, b))
     limits = [{torch.float64: 1e-9, torch.float32: 1e-4}.get(v.dtype, 3e-2) * v.double().norm() for v in b]

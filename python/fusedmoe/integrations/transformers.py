@@ -7,8 +7,6 @@ transformers' own grouped_mm does. v4: ``apply(model)`` patches MoE blocks by th
 forward gives what the module's own gives.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

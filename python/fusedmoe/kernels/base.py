@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that can be applied to a model, and the registry of them. Names and rules follow LLaMA-Factory's interface."""
+"""Kernels that can be applied to a model: what one is, the registry, finding and applying. Names and rules follow LLaMA-Factory's."""
 
-from __future__ import annotations
-
+import importlib
+import logging
+import pkgutil
 from abc import ABC, abstractmethod
 from enum import Enum, unique
+from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("fusedmoe")
 
 
 @unique
@@ -21,10 +25,8 @@ class DeviceType(str, Enum):
 
 def current_accelerator() -> str:
     """The type of the accelerator torch has found, "cpu" when there is none."""
-    accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") else None
-    if accelerator is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return accelerator.type
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None else accelerator.type
 
 
 class BaseKernel(ABC):
@@ -102,3 +104,43 @@ class Registry:
 
 
 register_kernel = Registry.register
+
+
+def scan_all_kernels() -> dict[str, type[BaseKernel]]:
+    """Import every module under ``ops`` (each registers its kernels) and return the registry {id: class}."""
+    for module in pkgutil.walk_packages([str(Path(__file__).parent / "ops")], f"{__package__}.ops."):
+        try:
+            importlib.import_module(module.name)
+        except Exception as problem:
+            logger.warning("kernel module %s was not loaded: %s", module.name, problem)
+    return Registry.get_registered_kernels()
+
+
+def get_default_kernels() -> list[str]:
+    """The ids of all registered kernels."""
+    return list(scan_all_kernels())
+
+
+def _kernel(kernel_id: str) -> type[BaseKernel]:
+    kernels = scan_all_kernels()
+    if kernel_id not in kernels:
+        raise ValueError(f"Kernel {kernel_id} not found; there are {', '.join(kernels)}")
+    return kernels[kernel_id]
+
+
+def apply_kernel(kernel_id: str, **kwargs: Any) -> Any:
+    """Apply one kernel to ``model=`` and return the model."""
+    return _kernel(kernel_id).apply(**kwargs)
+
+
+def apply_default_kernels(model: Any = None, include_kernels: str | bool | None = None, **kwargs: Any) -> Any:
+    """Nothing for a falsy include_kernels, every kernel that fits this machine for "auto" or True, else a comma list."""
+    if not include_kernels:
+        return model
+    if include_kernels is True or include_kernels == "auto":
+        kernels = [kernel for kernel in scan_all_kernels().values() if kernel.missing(model) is None]
+    else:
+        kernels = [_kernel(name.strip()) for name in str(include_kernels).split(",") if name.strip()]
+    for kernel in kernels:
+        model = kernel.apply(model=model, **kwargs)
+    return model

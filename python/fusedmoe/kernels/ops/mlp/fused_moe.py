@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_moe, cpu_fused_moe, cuda_fused_moe: MoE layers of a Hugging Face model on fusedmoe, for the device the model is on."""
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import Any
 
@@ -10,7 +8,7 @@ import torch
 
 from .... import ops
 from ....integrations import transformers as hf
-from ...base import BaseKernel, DeviceType, register_kernel
+from ...base import BaseKernel, DeviceType, Registry, register_kernel
 
 
 def model_device(model: Any) -> torch.device:
@@ -66,15 +64,7 @@ class FusedMoEKernel(MoEKernel):
     _kernel_id = "fused_moe"
 
     @classmethod
-    def _kernel_for(cls, model: Any) -> type[BaseKernel] | None:
-        from .npu_fused_moe import NpuFusedMoEKernel
-
-        kernels = {"cpu": CpuFusedMoEKernel, "meta": CpuFusedMoEKernel, "cuda": CudaFusedMoEKernel, "npu": NpuFusedMoEKernel}
-        return kernels.get(model_device(model).type)
-
-    @classmethod
     def missing(cls, model: Any = None) -> str | None:
-        if model is None:
-            return None
-        kernel = cls._kernel_for(model)
-        return f"there is no backend for {model_device(model).type}" if kernel is None else kernel.missing(model)
+        device = "cpu" if model is None else model_device(model).type
+        kernel = Registry.get(f"{'cpu' if device == 'meta' else device}_fused_moe")
+        return f"there is no backend for {device}" if kernel is None else kernel.missing(model)

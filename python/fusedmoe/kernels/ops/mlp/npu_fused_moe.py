@@ -4,9 +4,8 @@
 The functions compute on the device their tensors are on; only NpuFusedMoEKernel.apply asks for an NPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,30 +71,18 @@ class Qwen3NpuMoeFused:
         return experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1]).view(hidden_states.shape), logits
 
 
-def _mapping() -> dict[str, dict[str, Callable]]:
-    try:
-        from transformers import __version__ as version
-    except ImportError:
-        version = "5"
-    if int(version.split(".")[0]) >= 5:
-        forward = NpuMoeFused.npu_moe_experts_v5_forward
-        return {
-            "Qwen3MoeForCausalLM": {"Qwen3MoeExperts": forward},
-            "Qwen3VLMoeForConditionalGeneration": {"Qwen3VLMoeTextExperts": forward},
-            "Qwen3_5MoeForCausalLM": {"Qwen3_5MoeExperts": forward},
-            "Qwen3_5MoeForConditionalGeneration": {"Qwen3_5MoeExperts": forward},
-        }
-    return {
-        "Qwen3MoeForCausalLM": {"Qwen3MoeSparseMoeBlock": Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward},
-        "Qwen3VLMoeForConditionalGeneration": {
-            "Qwen3VLMoeTextExperts": NpuMoeFused.npu_moe_experts_forward,
-            "Qwen3VLMoeTextSparseMoeBlock": NpuMoeFused.npu_moe_sparse_block_forward,
-        },
-    }
-
-
 # What the original would patch, for those who read it. NpuFusedMoEKernel goes by structure and patches more models.
-kernel_moe_mapping = _mapping()
+kernel_moe_mapping: dict[str, dict[str, Callable]]
+if find_spec("transformers") and version("transformers").startswith("4."):
+    kernel_moe_mapping = {
+        "Qwen3MoeForCausalLM": {"Qwen3MoeSparseMoeBlock": Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward},
+        "Qwen3VLMoeForConditionalGeneration": {"Qwen3VLMoeTextExperts": NpuMoeFused.npu_moe_experts_forward,
+                                               "Qwen3VLMoeTextSparseMoeBlock": NpuMoeFused.npu_moe_sparse_block_forward},
+    }  # fmt: skip
+else:
+    kernel_moe_mapping = {model: {experts: NpuMoeFused.npu_moe_experts_v5_forward} for model, experts in (
+        ("Qwen3MoeForCausalLM", "Qwen3MoeExperts"), ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextExperts"),
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeExperts"), ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeExperts"))}  # fmt: skip
 
 
 @register_kernel

@@ -8,7 +8,7 @@ python=${FMOE_PYTHON:-}
 [ -n "$python" ] || python=$(command -v python3)
 stamp=.venv/.fusedmoe
 state() {
-    { echo "$python"; find include src cmake python bench/meters.py CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' ! -path '*/__pycache__/*' |
+    { echo "$python"; find include src cmake python bench/bench.py bench/meters.py CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' ! -path '*/__pycache__/*' |
         LC_ALL=C sort | xargs cksum; } | cksum
 }
 

@@ -25,9 +25,12 @@ def test_bench(tmp_path, capsys):
     assert bench.main([*shape, *(a for kind, f in files.items() for a in (f"--{kind}", str(f)))]) == 0
     rows = json.loads(files["json"].read_text())
     assert len(rows) == 2 * 2 * 3 * 2
-    keys = "op pass backend isa_or_arch dtype T H I E k threads ms gflops ceiling_gflops share peer".split()
+    keys = "op pass backend isa_or_arch dtype T H I E k threads ms gflops ceiling_gflops share peer roofline_ms of_roofline".split()
     assert all(set(keys) <= set(r) and r["ms"] > 0 for r in rows)
     assert len(files["csv"].read_text().splitlines()) == len(rows) + 1 and files["png"].stat().st_size > 5000
+    assert all(0 < r["roofline_ms"] < r["ms"] and r["stream_gbytes"] > 0 for r in rows)
+    # 12 GFLOP at 3 GFLOP/s and 6 GB at 4 GB/s: 4 s; then 24 GFLOP, 8 s, beside 6 + 42 GB, 12 s
+    assert bench.roofline_ms(12e9, 6e9, 42e9, 3, 4, "fwd") == 4000 and bench.roofline_ms(12e9, 6e9, 42e9, 3, 4, "fwd+bwd") == 16000
     assert "fusedmoe" in capsys.readouterr().out
     for arch in ("gpt_oss", "nemotron_h", "deepseek_v4"):
         assert bench.main(["--arch", arch, "--impl", "eager,fusedmoe", "--T", "5", "--H", "32", "--I", "16", "--E", "4", "--k", "2",

@@ -81,7 +81,10 @@ typedef struct up_ctx {
     fmoe_act_params act;
     char *h, *a;
     bool whole;
+    bool past; /* h goes past the cache: it is too large to stay there for the backward */
 } up_ctx;
+
+enum { PAST_CACHE = 8 << 20 }; /* bytes */
 
 /* The bias of a block's 64 columns, in their order; n elements of each half. */
 static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float *bias)
@@ -106,28 +109,33 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
     const int64_t i0 = interleaved ? n0 / 2 : n0, ni = interleaved ? n / 2 : n; /* columns of I */
     float bias[FMOE_NB] = {0}, gate[FMOE_NB], up[FMOE_NB], a[FMOE_NB];
     if (u->b1) block_bias(u, e, n0, n, bias);
-    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
-        const int64_t r = row + i;
-        const float *g = c, *v = c;
-        if (u->b1) k->axpy(c, 1.0f, bias, FMOE_NB);
-        if (interleaved) {
-            for (int64_t j = 0; j < ni; j++) {
-                gate[j] = c[2 * j];
-                up[j] = c[2 * j + 1];
-            }
-            g = gate;
-            v = up;
-        } else if (u->p->gated) {
-            v = c + FMOE_NB / 2;
+    for (int64_t i = 0; i < rows && (u->b1 || interleaved); i++) {
+        float *const of_row = c + i * FMOE_NB;
+        if (u->b1) k->axpy(of_row, 1.0f, bias, FMOE_NB);
+        for (int64_t j = 0; j < ni && interleaved; j++) {
+            gate[j] = of_row[2 * j];
+            up[j] = of_row[2 * j + 1];
         }
-        if (u->h) {
-            if (u->p->gated) fmoe_store_row(k, dtype, u->h + (r * h_cols + i0) * he, g, ni);
-            fmoe_store_row(k, dtype, u->h + (r * h_cols + (u->p->gated ? I : 0) + i0) * he, v, ni);
-        }
-        if (u->a) {
-            k->act_forward(&u->act, g, v, a, ni);
-            fmoe_store_row(k, work, u->a + (r * I + i0) * we, a, ni);
-        }
+        if (!interleaved) continue;
+        memcpy(of_row, gate, (size_t)ni * sizeof *gate);
+        memcpy(of_row + FMOE_NB / 2, up, (size_t)ni * sizeof *up);
+    }
+    const float *const v = u->p->gated ? c + FMOE_NB / 2 : c;
+    char *const h = u->h + (row * h_cols + i0) * he, *const h_up = h + (u->p->gated ? I * he : 0);
+    if (u->h && u->past) {
+        fmoe_store_block_fn *store = dtype == FMOE_BF16  ? k->store_block_bf16
+                                     : dtype == FMOE_F16 ? k->store_block_f16
+                                                         : k->store_block_f32;
+        if (u->p->gated) store(h, h_cols, c, rows, ni);
+        store(h_up, h_cols, v, rows, ni);
+    }
+    for (int64_t i = 0; i < rows && u->h && !u->past; i++) {
+        if (u->p->gated) fmoe_store_row(k, dtype, h + i * h_cols * he, c + i * FMOE_NB, ni);
+        fmoe_store_row(k, dtype, h_up + i * h_cols * he, v + i * FMOE_NB, ni);
+    }
+    for (int64_t i = 0; i < rows && u->a; i++) {
+        k->act_forward(&u->act, c + i * FMOE_NB, v + i * FMOE_NB, a, ni);
+        fmoe_store_row(k, work, u->a + ((row + i) * I + i0) * we, a, ni);
     }
 }
 
@@ -138,6 +146,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     const fmoe_rows x = fmoe_rows_of(args->x, g->token);
     up_ctx ctx = {
         .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
+    ctx.past = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= PAST_CACHE;
     fmoe_in_job job = {.p = p,
                        .cpu = fmoe_cpu(p),
                        .g = g,

@@ -64,12 +64,12 @@ static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, 
     void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n)                \
     {                                                                                                                  \
         char *to = dst;                                                                                                \
-        const bool whole = n == FMOE_NB && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                       \
+        const bool whole = n * bytes % 64 == 0 && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                \
         for (int64_t i = 0; i < m; i++, to += stride * bytes, c += FMOE_NB)                                            \
             if (whole) {                                                                                               \
                 _Alignas(64) char row[FMOE_NB * bytes];                                                                \
-                convert(row, c, FMOE_NB);                                                                              \
-                stream_out(to, row, sizeof row);                                                                       \
+                convert(row, c, n);                                                                                    \
+                stream_out(to, row, (size_t)n * bytes);                                                                \
             } else {                                                                                                   \
                 convert(to, c, n);                                                                                     \
             }                                                                                                          \

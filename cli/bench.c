@@ -3,7 +3,9 @@
  * bench.c - fusedmoe bench: time operations through the public API, each beside the ceiling measured in the same run.
  *
  * A time is the median of the repetitions that fit the budget, after one to warm up. Products are held against a
- * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. */
+ * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. The repetitions
+ * come in rounds, each beside its own measurement of what it is held against, and a share is the median over rounds: on
+ * a shared machine both move from second to second. A peer's runs alternate with ours for the same reason. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
 #include "bench_peers.h"
@@ -16,7 +18,7 @@
 
 #include "fusedmoe.h"
 
-enum { MAX_VALUES = 16, MAX_TIMES = 200 };
+enum { MAX_VALUES = 16, MAX_TIMES = 200, ROUNDS = 5 };
 
 typedef struct list {
     int64_t v[MAX_VALUES];
@@ -37,11 +39,13 @@ typedef struct options {
 typedef struct row {
     const char *op, *pass;
     const char *peer;       /* NULL: ours */
-    double ours;            /* ms of ours beside a peer */
-    double weights, stream; /* forward of the experts: GB/s of weights read, and what a read of memory reaches */
+    double ratio; /* of a peer's time to ours, the median of runs side by side */
+    /* Forward of few rows: GB/s of weights read, what a read of memory reaches, and the share. */
+    double weights, stream, stream_share;
     bench_shape shape;
     double ms, best_ms;   /* median and best */
-    double rate, ceiling; /* of the median: GFLOP/s, or GB/s where nothing is multiplied */
+    double rate, ceiling; /* medians: GFLOP/s, or GB/s where nothing is multiplied */
+    double share;         /* of the ceiling, the median over rounds */
     bool memory;
 } row;
 
@@ -70,21 +74,49 @@ static void run_once(const bench_case *c, bool forward, bool backward)
     if (backward) c->backward(c->state);
 }
 
-static void time_passes(const bench_case *c, bool forward, bool backward, const options *o, row *r)
+static double median(double *x, int n)
 {
-    double times[MAX_TIMES];
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[n / 2];
+}
+
+static double time_once(const bench_case *c, bool forward, bool backward)
+{
+    const double start = now();
+    run_once(c, forward, backward);
+    return now() - start;
+}
+
+/* Work of a pass: 1e9 flops or bytes; of its weights, where they are what takes the time: 1e9 bytes, else 0. */
+static void time_passes(const bench_case *c, bool forward, bool backward, const options *o, double work, double weights,
+                        row *r)
+{
+    const int threads = r->shape.threads;
+    const double scale = o->cpu_time ? 1.0 / threads : 1.0;
+    double all[MAX_TIMES], ceilings[ROUNDS], shares[ROUNDS], streams[ROUNDS], stream_shares[ROUNDS];
     int n = 0;
     run_once(c, forward, backward);
-    const double begin = now();
-    while (n < MAX_TIMES && (n < 3 || now() - begin < o->budget)) {
-        const double start = now();
-        run_once(c, forward, backward);
-        times[n++] = now() - start;
+    for (int i = 0; i < ROUNDS; i++) {
+        double times[MAX_TIMES];
+        int m = 0;
+        ceilings[i] = r->memory ? fmoe_cpu_stream_gbytes(threads)
+                                : fmoe_cpu_ceiling_gflops((fmoe_dtype)r->shape.dtype, threads);
+        streams[i] = weights > 0 ? fmoe_cpu_stream_gbytes(threads) : 1;
+        for (const double begin = now(); m == 0 || (m < MAX_TIMES / ROUNDS && now() - begin < o->budget / ROUNDS); m++)
+            all[n++] = times[m] = scale * time_once(c, forward, backward);
+        const double typical = median(times, m);
+        shares[i] = work / typical / ceilings[i];
+        stream_shares[i] = weights / typical / streams[i];
     }
-    qsort(times, (size_t)n, sizeof *times, by_value);
-    const double scale = o->cpu_time ? 1e3 / r->shape.threads : 1e3;
-    r->ms = scale * times[n / 2];
-    r->best_ms = scale * times[0];
+    const double typical = median(all, n);
+    r->ms = 1e3 * typical;
+    r->best_ms = 1e3 * all[0];
+    r->rate = work / typical;
+    r->ceiling = median(ceilings, ROUNDS);
+    r->share = median(shares, ROUNDS);
+    r->weights = weights / typical;
+    r->stream = median(streams, ROUNDS);
+    r->stream_share = median(stream_shares, ROUNDS);
 }
 
 /* ---- output ---- */
@@ -97,11 +129,11 @@ static void print_row(const row *r)
            "  (best %.3f ms, %.1f %%)\n",
            r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
            (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
-           100 * r->rate / r->ceiling, r->best_ms, 100 * r->rate / r->ceiling * r->ms / r->best_ms);
+           100 * r->share, r->best_ms, 100 * r->share * r->ms / r->best_ms);
     if (r->weights > 0)
-        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->weights / r->stream,
+        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->stream_share,
                r->stream);
-    if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ms / r->ours);
+    if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ratio);
     fflush(stdout);
 }
 
@@ -116,10 +148,12 @@ static void json_row(FILE *json, const row *r, bool first)
             "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"peer\": %s%s%s}",
             first ? "" : ",", r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H,
             (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit,
-            r->ceiling, r->rate / r->ceiling, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
+            r->ceiling, r->share, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
 }
 
 /* ---- one shape of one operation ---- */
+
+static void rest(void) { nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL); }
 
 /* The same forward on each peer that is there. */
 static void bench_peers(const options *o, const bench_case *ours, const row *r, FILE *json)
@@ -128,11 +162,23 @@ static void bench_peers(const options *o, const bench_case *ours, const row *r, 
         bench_case c;
         if (!bench_peer(i, &r->shape, ours->experts, &c)) continue;
         row theirs = *r;
+        double times[MAX_TIMES], ratios[MAX_TIMES];
+        int n = 0;
+        run_once(&c, true, false);
+        for (const double begin = now(); n < 3 || (n < MAX_TIMES && now() - begin < o->budget); n++) {
+            rest(); /* OpenMP's threads go on waiting busily for some ms, on the cores that ours need */
+            const double ours_now = time_once(ours, true, false);
+            rest();
+            times[n] = time_once(&c, true, false);
+            ratios[n] = times[n] / ours_now;
+        }
         theirs.peer = bench_peer_name(i);
-        theirs.ours = r->ms;
-        time_passes(&c, true, false, o, &theirs);
+        theirs.ms = (o->cpu_time ? 1e3 / r->shape.threads : 1e3) * median(times, n);
+        theirs.best_ms = theirs.ms * times[0] / times[n / 2];
+        theirs.ratio = median(ratios, n);
         theirs.rate = 1e-6 * c.forward_flops / theirs.ms;
-        theirs.weights = r->weights * r->ms / theirs.ms;
+        theirs.share = theirs.rate / theirs.ceiling;
+        theirs.weights = 0;
         print_row(&theirs);
         if (json) json_row(json, &theirs, false);
         c.drop(c.state);
@@ -150,16 +196,12 @@ static void bench_shape_of(const options *o, const char *op, const bench_shape *
     for (int i = 0; i < 3; i++) {
         row r = {.op = op, .pass = passes[i].name, .shape = *shape, .memory = c.forward_flops == 0};
         if (o->pass && strcmp(o->pass, r.pass) != 0) continue;
-        r.ceiling = r.memory ? fmoe_cpu_stream_gbytes(shape->threads)
-                             : fmoe_cpu_ceiling_gflops((fmoe_dtype)shape->dtype, shape->threads);
-        time_passes(&c, passes[i].forward, passes[i].backward, o, &r);
         const double forward = r.memory ? c.forward_bytes : c.forward_flops;
         const double backward = r.memory ? c.backward_bytes : c.backward_flops;
-        r.rate = 1e-6 * ((passes[i].forward ? forward : 0) + (passes[i].backward ? backward : 0)) / r.ms;
-        if (c.experts && i == 0 && shape->T * shape->k < 8 * shape->E) { /* few rows: memory is the ceiling */
-            r.weights = 1e-6 * c.forward_bytes / r.ms;
-            r.stream = fmoe_cpu_stream_gbytes(shape->threads);
-        }
+        const bool few = c.experts && i == 0 && shape->T * shape->k < 8 * shape->E; /* rows: memory is the ceiling */
+        time_passes(&c, passes[i].forward, passes[i].backward, o,
+                    1e-9 * ((passes[i].forward ? forward : 0) + (passes[i].backward ? backward : 0)),
+                    few ? 1e-9 * c.forward_bytes : 0, &r);
         print_row(&r);
         if (json) json_row(json, &r, *first);
         *first = false;

@@ -153,7 +153,7 @@ static void json_row(FILE *json, const row *r, bool first)
 
 /* ---- one shape of one operation ---- */
 
-static void rest(void) { nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL); }
+static void rest(void) { nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL); }
 
 /* The same forward on each peer that is there. */
 static void bench_peers(const options *o, const bench_case *ours, const row *r, FILE *json)
@@ -166,7 +166,7 @@ static void bench_peers(const options *o, const bench_case *ours, const row *r, 
         int n = 0;
         run_once(&c, true, false);
         for (const double begin = now(); n < 3 || (n < MAX_TIMES && now() - begin < o->budget); n++) {
-            rest(); /* OpenMP's threads go on waiting busily for some ms, on the cores that ours need */
+            rest(); /* the threads of a peer go on waiting busily, OpenBLAS's for 26 ms, on the cores that ours need */
             const double ours_now = time_once(ours, true, false);
             rest();
             times[n] = time_once(&c, true, false);

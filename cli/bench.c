@@ -5,7 +5,8 @@
  * A time is the median of the repetitions that fit the budget, after one to warm up. Products are held against a
  * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. The repetitions
  * come in rounds, each beside its own measurement of what it is held against, and a share is the median over rounds: on
- * a shared machine both move from second to second. A peer's runs alternate with ours for the same reason. */
+ * a shared machine both move from second to second. Peers come after ours, not in turns with it: their threads go on
+ * waiting busily on the cores that ours need. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
 #include "bench_peers.h"
@@ -39,7 +40,7 @@ typedef struct options {
 typedef struct row {
     const char *op, *pass;
     const char *peer;       /* NULL: ours */
-    double ratio; /* of a peer's time to ours, the median of runs side by side */
+    double ratio; /* of a peer's time to ours */
     /* Forward of few rows: GB/s of weights read, what a read of memory reaches, and the share. */
     double weights, stream, stream_share;
     bench_shape shape;
@@ -153,8 +154,6 @@ static void json_row(FILE *json, const row *r, bool first)
 
 /* ---- one shape of one operation ---- */
 
-static void rest(void) { nanosleep(&(struct timespec){.tv_nsec = 50000000}, NULL); }
-
 /* The same forward on each peer that is there. */
 static void bench_peers(const options *o, const bench_case *ours, const row *r, FILE *json)
 {
@@ -162,23 +161,9 @@ static void bench_peers(const options *o, const bench_case *ours, const row *r, 
         bench_case c;
         if (!bench_peer(i, &r->shape, ours->experts, &c)) continue;
         row theirs = *r;
-        double times[MAX_TIMES], ratios[MAX_TIMES];
-        int n = 0;
-        run_once(&c, true, false);
-        for (const double begin = now(); n < 3 || (n < MAX_TIMES && now() - begin < o->budget); n++) {
-            rest(); /* the threads of a peer go on waiting busily, OpenBLAS's for 26 ms, on the cores that ours need */
-            const double ours_now = time_once(ours, true, false);
-            rest();
-            times[n] = time_once(&c, true, false);
-            ratios[n] = times[n] / ours_now;
-        }
         theirs.peer = bench_peer_name(i);
-        theirs.ms = (o->cpu_time ? 1e3 / r->shape.threads : 1e3) * median(times, n);
-        theirs.best_ms = theirs.ms * times[0] / times[n / 2];
-        theirs.ratio = median(ratios, n);
-        theirs.rate = 1e-6 * c.forward_flops / theirs.ms;
-        theirs.share = theirs.rate / theirs.ceiling;
-        theirs.weights = 0;
+        time_passes(&c, true, false, o, 1e-9 * c.forward_flops, 0, &theirs);
+        theirs.ratio = theirs.ms / r->ms;
         print_row(&theirs);
         if (json) json_row(json, &theirs, false);
         c.drop(c.state);

@@ -39,8 +39,8 @@ typedef struct options {
 
 typedef struct row {
     const char *op, *pass;
-    const char *peer;       /* NULL: ours */
-    double ratio; /* of a peer's time to ours */
+    const char *peer; /* NULL: ours */
+    double ratio;     /* of a peer's time to ours */
     /* Forward of few rows: GB/s of weights read, what a read of memory reaches, and the share. */
     double weights, stream, stream_share;
     bench_shape shape;
@@ -100,8 +100,8 @@ static void time_passes(const bench_case *c, bool forward, bool backward, const 
     for (int i = 0; i < ROUNDS; i++) {
         double times[MAX_TIMES];
         int m = 0;
-        ceilings[i] = r->memory ? fmoe_cpu_stream_gbytes(threads)
-                                : fmoe_cpu_ceiling_gflops((fmoe_dtype)r->shape.dtype, threads);
+        ceilings[i] =
+            r->memory ? fmoe_cpu_stream_gbytes(threads) : fmoe_cpu_ceiling_gflops((fmoe_dtype)r->shape.dtype, threads);
         streams[i] = weights > 0 ? fmoe_cpu_stream_gbytes(threads) : 1;
         for (const double begin = now(); m == 0 || (m < MAX_TIMES / ROUNDS && now() - begin < o->budget / ROUNDS); m++)
             all[n++] = times[m] = scale * time_once(c, forward, backward);
@@ -132,8 +132,7 @@ static void print_row(const row *r)
            (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
            100 * r->share, r->best_ms, 100 * r->share * r->ms / r->best_ms);
     if (r->weights > 0)
-        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->stream_share,
-               r->stream);
+        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->stream_share, r->stream);
     if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ratio);
     fflush(stdout);
 }

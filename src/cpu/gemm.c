@@ -87,7 +87,8 @@ static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 /* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. */
 static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
 {
-    const bool panels = (side_by_side(v) || low) && !cpu->gather; /* a low-rank term comes in the panels of its weights */
+    const bool panels =
+        (side_by_side(v) || low) && !cpu->gather; /* a low-rank term comes in the panels of its weights */
     const int64_t most = (cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC) / (panels ? FMOE_PANELS : 1);
     const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K, most));
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
@@ -151,8 +152,7 @@ static bool in_quads(const fmoe_cpu_plan *cpu, const step *s)
 static int64_t panel_bytes(const fmoe_cpu_plan *cpu, const step *s)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    return in_quads(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB
-                            : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    return in_quads(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB : (int64_t)fmoe_panel_bytes(cpu, s->kc);
 }
 
 /* The whole chunk at once. */
@@ -299,8 +299,8 @@ static void multiply(const line *l, const step *s, fmoe_side *side)
         }
         for (int64_t j = 0; j < panels; j++, calls--) {
             fmoe_side share = side_share(side, calls);
-            gemm(rows, s->kc, a, 4, l->panel[0] + j * panel_bytes(cpu, s),
-                 l->scratch->c + (j * s->rows + r) * FMOE_NB, FMOE_NB, s->first, &share);
+            gemm(rows, s->kc, a, 4, l->panel[0] + j * panel_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
+                 FMOE_NB, s->first, &share);
             side_rest(side, &share, calls);
         }
     }

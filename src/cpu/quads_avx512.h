@@ -84,8 +84,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
         if (rest) {
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) {
-                const __m512 ai =
-                    _mm512_broadcast_f32x4(_mm_castsi128_ps(_mm_maskz_loadu_epi8(rest, row[i] + offset)));
+                const __m512 ai = _mm512_broadcast_f32x4(_mm_castsi128_ps(_mm_maskz_loadu_epi8(rest, row[i] + offset)));
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, _mm512_loadu_ps(b + 64 * j));
             }

@@ -179,7 +179,8 @@ static int read_dtype(PyObject *o, fmoe_datatype *out) {
         const char *name;
         fmoe_datatype type;
     } known[] = {{"float32", {2, 32, 1}}, {"bfloat16", {4, 16, 1}}, {"float16", {2, 16, 1}}, {"float64", {2, 64, 1}},
-                 {"int32", {0, 32, 1}},   {"int64", {0, 64, 1}},    {"uint8", {1, 8, 1}}};
+                 {"int32", {0, 32, 1}},   {"int64", {0, 64, 1}},    {"uint8", {1, 8, 1}},    {"int16", {0, 16, 1}},
+                 {"int8", {0, 8, 1}},     {"bool", {6, 8, 1}}};
     PyObject *dtype = PyObject_GetAttrString(o, "dtype"), *text = dtype ? PyObject_Str(dtype) : NULL;
     const char *s = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     int rc = -1;

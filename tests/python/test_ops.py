@@ -188,7 +188,8 @@ def test_gradcheck_gmm():
 def test_experts_on_drawn_shapes(T, H, I, E, k, seed, dtype, sentinels):
     g = torch.Generator().manual_seed(seed)
     r = lambda *s: torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()  # noqa: E731
-    x, w1, w2, p = r(T, H), r(E, 2 * I, H), r(E, H, I), r(T, k)
+    x, w1, w2 = r(T, H), r(E, 2 * I, H), r(E, H, I)
+    p = r(T, k).detach().abs().requires_grad_()  # with signs, duplicates of an expert can cancel, and with them all digits
     ids = torch.randint(0, E + sentinels, (T, k), generator=g)
     dout = torch.randn(T, H, generator=g, dtype=torch.float64).to(dtype)
     out = fusedmoe.experts(x, ids, p, [w1, w2], 0, ops.SKIP_E)
@@ -222,6 +223,40 @@ def test_without_the_exchange_table():
     finally:
         _core.use_exchange(was)
     assert torch.equal(listed, want)
+
+
+def test_layouts_are_made_to_fit():
+    """Ids of any integer type and layout, rows with any stride, transposed weights: what the library reads is made in _core."""
+    x, ids, p, w1, w2 = layer()
+    want = fusedmoe.experts(x, ids, p, [w1, w2])
+    turned = lambda t: t.t().contiguous().t()  # noqa: E731
+    was = _core.use_exchange(True)
+    try:
+        for exchange in (True, False):
+            _core.use_exchange(exchange)
+            for other in (ids.int(), ids.short(), ids.to(torch.uint8), turned(ids), turned(ids.to(torch.int8))):
+                assert torch.equal(fusedmoe.experts(turned(x), other, turned(p), [w1, w2]), want)
+            stacks = [t.transpose(1, 2).contiguous() for t in (w1, w2)]
+            assert torch.allclose(fusedmoe.experts(x, ids, p, stacks, 0, ops.TRANSPOSED), want, 1e-5, 1e-6)
+            empty = turned(torch.randn(4, 6))[:0]
+            assert fusedmoe.experts(empty, turned(ids)[:0], turned(p)[:0], [w1, w2]).shape == (0, H)
+    finally:
+        _core.use_exchange(was)
+    plan = ops._experts_plan(x, ids, [w1, w2], 0, 0, 0.0, 0.0)
+    run = lambda flags, w: _core.run(_core.EXPERTS_FORWARD, plan, flags, None, T, x, ids, p, w, torch.empty_like(x), None)  # noqa: E731
+    run(0, [w1, w2])
+    with pytest.raises(ValueError, match="fewer weights"):
+        run(ops.LORA1, [w1])
+    with pytest.raises(TypeError, match="list of tensors"):
+        run(0, w1)
+    with pytest.raises(RuntimeError, match="w2 is NULL"):
+        run(0, [w1])
+
+
+def test_no_functorch_is_said():
+    x, ids, p, w1, w2 = layer()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: fusedmoe.experts(x, ids, p, [w1, w2]).sum())(x)
 
 
 def test_errors_are_exceptions_with_both_numbers():

@@ -7,9 +7,12 @@ import pytest
 import torch
 
 try:
+    from hypothesis import settings
     from hypothesis.configuration import set_hypothesis_home_dir
 
     set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "fusedmoe-hypothesis")  # nothing is left in the tree
+    settings.register_profile("fixed", derandomize=True)  # the same draws in every run; --hypothesis-profile=default for new ones
+    settings.load_profile("fixed")
 except ImportError:
     pass
 

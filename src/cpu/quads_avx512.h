@@ -108,7 +108,7 @@ static inline void quads_pack(char *panel, int64_t bytes, int64_t col, const voi
         char *to = panel + at / 16 * steps * QUADS_STEP + at % 16 * QUAD;
         for (int64_t k = 0; k < steps; k++, to += QUADS_STEP) {
             const int64_t left = bytes - k * QUAD;
-            const __mmask16 m = left >= QUAD ? 0xffff : (__mmask16)((1u << left) - 1u);
+            const __mmask16 m = (__mmask16)(left >= QUAD ? 0xffffu : (1u << left) - 1u);
             _mm_storeu_si128((__m128i *)(void *)to, _mm_maskz_loadu_epi8(m, (const char *)cols[j] + k * QUAD));
         }
     }

@@ -73,6 +73,8 @@ def test_composed_matches_eager_within_less_than_an_ulp(family):
 def test_training(family, checkpointing):
     """Every parameter that eager gives a gradient gets one, with and without checkpointing, and twice the same."""
     model = model_of(family).train()
+    if checkpointing and not model.supports_gradient_checkpointing:
+        pytest.skip(f"{family} of transformers {transformers.__version__} says that it cannot be checkpointed")
     model(**BATCH).loss.backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     fusedmoe.apply(model, routers=True)

@@ -210,11 +210,8 @@ def test_replace_default():
         ExpertsInterface._global_mapping.update(before)
 
 
-def test_quantized_experts_keep_their_own_forward(caplog):
-    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
-    hf.register()
-    if hasattr(fp8, "FP8ExpertsInterface"):
-        assert fp8.FP8ExpertsInterface._global_mapping["fusedmoe"] is hf.experts_forward
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.int8])  # uint8: two values of 4 bits
+def test_quantized_experts_keep_their_own_forward(dtype, caplog):
     module = build(QWEN)
     x, ids, p = inputs(module)
     called = []
@@ -228,9 +225,17 @@ def test_quantized_experts_keep_their_own_forward(caplog):
     module.__class__ = Quantized
     for w in module.parameters():
         w.requires_grad_(False)
-        w.data = w.data.to(torch.float8_e4m3fn)
+        w.data = w.data.to(dtype)
     assert module(x, ids, p) is x and called
-    assert "Quantized" in caplog.text and "own forward" in caplog.text
+    assert "Quantized" in caplog.text and "own forward" in caplog.text and str(dtype).removeprefix("torch.") in caplog.text
+
+
+def test_our_name_is_in_the_table_of_fp8_experts():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    if not hasattr(fp8, "FP8ExpertsInterface"):
+        pytest.skip("this version has no table of its own for FP8")
+    hf.register()
+    assert fp8.FP8ExpertsInterface._global_mapping["fusedmoe"] is hf.experts_forward
 
 
 def test_fp8_experts_keep_what_was_chosen_for_them(caplog):

@@ -192,6 +192,35 @@ def test_v4_adapters_are_never_ignored(late):
     assert any(float(g.abs().max()) > 0 for n, g in got[2].items() if "lora" in n and "experts" in n)
 
 
+class Quantized(torch.nn.Linear):
+    """A weight in 8 bits and a scale, as quantizers put in the place of a Linear."""
+
+    def __init__(self, linear):
+        torch.nn.Module.__init__(self)
+        self.scale = float(linear.weight.detach().abs().max()) / 127
+        self.weight = torch.nn.Parameter((linear.weight / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight * self.scale).T
+
+
+@pytest.mark.skipif(V5, reason="v4")
+@pytest.mark.parametrize("late", [False, True])
+def test_v4_quantized_linears_are_their_own(late, caplog):
+    model = tiny("Qwen3Moe")
+    if late:
+        fusedmoe.apply(model)
+    expert = model.model.layers[0].mlp.experts[3]
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(expert, name, Quantized(getattr(expert, name)))
+    reference = fusedmoe.unapply(copy.deepcopy(model))
+    if not late:
+        fusedmoe.apply(model)
+    with torch.no_grad():
+        assert torch.allclose(model(IDS).logits, reference(IDS).logits, atol=1e-6)
+    assert "Qwen3MoeSparseMoeBlock" in caplog.text and "quantized" in caplog.text
+
+
 @pytest.mark.skipif(V5, reason="v4")
 def test_v4_idle_experts_get_zero_gradients():
     model = fusedmoe.apply(tiny("Qwen3Moe"))

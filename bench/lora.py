@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on the experts of a Qwen3-MoE: a training step with PEFT's own computation and with fusedmoe, side by side.
 
+    python bench/lora.py --table [1,4]      the table of docs/benchmarks.md, or some rows of it (all: some ten minutes on two cores)
     python bench/lora.py [--layers 2] [--H 1024] [--I 512] [--E 32] [--k 4] [--T 512] [--rank 16] [--dtype float32] [--checkpoint 0]
 
-Each way runs in a process of its own, on the same random model, adapters and batches: milliseconds a step (median), and memory as
-the system counts it (resident, peak): of the whole process, without what Python and the imports take, and what the steps add to the
-model and its adapters. Losses on one batch must fall alike. --checkpoint 1: with gradient checkpointing.
+Each way runs in a process of its own, on the same random model, adapters and batch. What is counted:
+
+    ms/step       forward, backward and AdamW of the whole model, the median of the steps after the first
+    of experts    that, less the same of "no experts": the model with experts that hand back their input
+    process       the highest resident memory from the first step on, as the system counts it, less what the imports had taken:
+                  frozen weights, adapters, the optimizer's state, activations, and what a way makes besides
+    steps         the same less what was resident before the first step: without the weights and the adapters
+
+Ratios are to fusedmoe's. Losses must fall alike. --checkpoint 1: with gradient checkpointing.
 """
 
 import argparse
@@ -16,7 +23,19 @@ import sys
 import time
 from pathlib import Path
 
-WAYS = {"eager": "peft, eager", "grouped_mm": "peft, grouped_mm", "fusedmoe": "fusedmoe"}
+WAYS = {"eager": "PEFT, eager", "grouped_mm": "PEFT, grouped_mm", "fusedmoe": "fusedmoe", "none": "no experts"}
+SMALL, LARGE = dict(layers=4), dict(H=2048, I=768, E=128, k=8)  # LARGE: layers of Qwen3-30B-A3B
+BF16 = dict(dtype="bfloat16")
+TABLE = [
+    ("4 layers, H=1024 I=512 E=32 k=4, f32", dict(SMALL)),
+    ("same, T = 2048", dict(SMALL, T=2048)),
+    ("same, checkpointing", dict(SMALL, T=2048, checkpoint=1)),
+    ("same layers, bf16, T = 512", dict(SMALL, **BF16)),
+    ("same, T = 2048", dict(SMALL, **BF16, T=2048)),
+    ("1 layer of Qwen3-30B-A3B, f32, T = 512", dict(LARGE, layers=1)),
+    ("2 such layers, bf16, T = 512", dict(LARGE, layers=2, **BF16)),
+    ("same, T = 2048", dict(LARGE, layers=2, **BF16, T=2048)),
+]
 
 
 def resident(key: str = "VmRSS") -> float:
@@ -28,6 +47,7 @@ def run(way: str, o: argparse.Namespace) -> None:
     import peft
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.integrations.moe import ExpertsInterface
 
     import fusedmoe
 
@@ -39,21 +59,25 @@ def run(way: str, o: argparse.Namespace) -> None:
         vocab_size=512, hidden_size=o.H, intermediate_size=o.I, moe_intermediate_size=o.I, num_hidden_layers=o.layers,
         num_attention_heads=8, num_key_value_heads=2, head_dim=o.H // 8, num_experts=o.E, num_experts_per_tok=o.k,
         norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=o.T)  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = peft.get_peft_model(model, peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_parameters=names, target_modules=[]))
+    model = Qwen3MoeForCausalLM(config).requires_grad_(False)
+    experts = [module for module in model.modules() if hasattr(module, "_apply_gate")]
+    if way == "none":  # a parameter, so that gradients flow as far as they do with adapters
+        ExpertsInterface.register(way, lambda self, x, ids, p: x + self.nothing)
+        for module in experts:
+            module.nothing = torch.nn.Parameter(torch.zeros(o.H))
+    else:
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        model = peft.get_peft_model(model, peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_parameters=names, target_modules=[]))
+    for module in experts:
+        module.config._experts_implementation = way
     if way == "fusedmoe":
         fusedmoe.apply(model)
-    else:
-        for module in model.modules():
-            if hasattr(module, "_apply_gate"):
-                module.config._experts_implementation = way
     if o.checkpoint:
         model.enable_input_require_grads()
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
-    ids = torch.randint(512, (1, o.T))
+    ids = torch.randint(512, (1, o.T), generator=torch.Generator().manual_seed(1))
     before, times, losses = resident(), [], []
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for _ in range(o.steps):
@@ -65,40 +89,78 @@ def run(way: str, o: argparse.Namespace) -> None:
         times.append(time.perf_counter() - begin)
         losses.append(float(loss.detach()))
     peak = resident("VmHWM")
-    print(json.dumps({"ms": 1e3 * statistics.median(times[1:]), "peak": peak, "own": peak - imports, "steps": peak - before,
-                      "losses": losses, "weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad) / 2**20,
+    print(json.dumps({"ms": 1e3 * statistics.median(times[1:]), "process": peak - imports, "steps": peak - before, "losses": losses,
+                      "weights": sum(p.nbytes for p in model.parameters() if not p.requires_grad) / 2**20,
                       "adapters": sum(p.nbytes for p in trained) / 2**20, "peft": peft.__version__}))  # fmt: skip
+
+
+def measure(ways: list[str], **options) -> dict[str, dict]:
+    """What each way gave, by its title."""
+    rows = {}
+    for way in ways:
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        done = subprocess.run([sys.executable, __file__, "--way", way, *arguments], stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{WAYS[way]}: ended with {done.returncode}")
+        rows[WAYS[way]] = json.loads(done.stdout.splitlines()[-1])
+    rest = rows.get(WAYS["none"], {"ms": 0})["ms"]
+    for title, row in rows.items():
+        row["of experts"] = row["ms"] - rest if rest and title != WAYS["none"] else 0
+    return rows
+
+
+def apart(rows: dict[str, dict]) -> float:
+    """The largest distance of a loss from fusedmoe's."""
+    losses = [row["losses"] for title, row in rows.items() if title != WAYS["none"]]
+    return max(abs(a - b) for other in losses for a, b in zip(other, rows["fusedmoe"]["losses"], strict=True))
+
+
+def cells(rows: dict[str, dict]) -> dict[str, list[str]]:
+    """Each way's numbers, with their ratios to fusedmoe's."""
+    ours, found = rows["fusedmoe"], {}
+    for title, row in rows.items():
+        found[title] = []
+        for key in ("ms", "of experts", "process", "steps"):
+            ratio = f"{row[key] / ours[key]:.2g}x" if title.startswith("PEFT") and ours[key] > 0 else ""
+            found[title] += [f"{row[key]:.0f}" if row[key] else "", ratio]
+    return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in dict(layers=2, H=1024, I=512, E=32, k=4, T=512, rank=16, steps=6, threads=2, checkpoint=0).items():
+    defaults = dict(layers=2, H=1024, I=512, E=32, k=4, T=512, rank=16, steps=3, threads=2, checkpoint=0)
+    for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which of them, with a comma between")
+    parser.add_argument("--ways", default="grouped_mm,fusedmoe,none", help=f"which of {', '.join(WAYS)}, with a comma between")
+    parser.add_argument("--table", nargs="?", const="", metavar="ROWS")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     o = parser.parse_args()
     if o.way:
         run(o.way, o)
         return 0
-    rows = {}
-    for way in o.ways.split(","):
-        done = subprocess.run([sys.executable, *sys.argv, "--way", way], capture_output=True, text=True)
-        if done.returncode:
-            print(done.stderr)
-            return 1
-        rows[WAYS[way]] = json.loads(done.stdout.splitlines()[-1])
-    ours = rows["fusedmoe"]
-    print(" ".join(f"{key}={value}" for key, value in vars(o).items() if key not in ("ways", "way")))
-    print(f"PEFT {ours['peft']}, weights {ours['weights']:.0f} MiB, adapters {ours['adapters']:.0f} MiB")
-    columns = {"ms": "ms/step", "peak": "peak MiB", "own": "less imports", "steps": "of the steps"}
-    print(f"{'':18}" + "".join(f"{title:>13} {'':7}" for title in columns.values()) + f"{'first loss':>11} {'last':>8}")
-    for name, r in rows.items():
-        values = "".join(f"{r[key]:13.0f} {r[key] / max(ours[key], 1):6.2f}x" for key in columns)
-        print(f"{name:18}{values}{r['losses'][0]:11.5f} {r['losses'][-1]:8.5f}")
-    apart = max(abs(a - b) for r in rows.values() for a, b in zip(r["losses"], ours["losses"], strict=True))
-    print(f"losses apart by at most {apart:.1e}")
-    return 0 if apart < (1e-3 if o.dtype == "float32" else 5e-2) else 1
+    ways, bad = o.ways.split(","), 0
+    if o.table is None:
+        shapes = [(" ".join(f"{name}={getattr(o, name)}" for name in (*defaults, "dtype")), {})]
+    else:
+        shapes = [TABLE[int(i) - 1] for i in o.table.split(",")] if o.table else TABLE
+        print("| model | way | ms a step | | of experts | | process, MiB | | steps, MiB | | losses apart |\n|" + 11 * "---|")
+    for title, shape in shapes:
+        rows = measure(ways, **{**{name: getattr(o, name) for name in (*defaults, "dtype")}, **shape})
+        far = apart(rows)
+        bad += far > (1e-3 if {"dtype": o.dtype, **shape}["dtype"] == "float32" else 5e-2)
+        if o.table is None:
+            ours = rows["fusedmoe"]
+            print(f"{title}\nPEFT {ours['peft']}, weights {ours['weights']:.0f} MiB, adapters {ours['adapters']:.0f} MiB")
+            print(f"{'':18}" + "".join(f"{name:>12} {'':6}" for name in ("ms/step", "of experts", "process", "steps")) + "last loss")
+            for way, texts in cells(rows).items():
+                numbers = "".join(f"{a:>12} {b:6}" for a, b in zip(texts[::2], texts[1::2], strict=True))
+                print(f"{way:18}{numbers}{rows[way]['losses'][-1]:.5f}")
+            print(f"losses apart by at most {far:.1e}")
+        else:
+            for i, (way, texts) in enumerate(cells(rows).items()):
+                print("| " + " | ".join(["" if i else title, way, *texts, "" if i else f"{far:.0e}"]) + " |", flush=True)
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

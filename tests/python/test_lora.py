@@ -6,9 +6,9 @@ import logging
 
 import pytest
 import torch
-from common import V5, rel, step, tiny, train, worst
 
 import fusedmoe
+from common import V5, rel, step, tiny, train, worst
 from fusedmoe import autograd, ops
 
 peft = pytest.importorskip("peft")

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from common import V5, rel, step, tiny
 
 import fusedmoe
+from common import V5, rel, step, tiny
 from fusedmoe import _core, ops
 
 IDS = torch.arange(4 * 16).view(4, 16) * 7 % 40 + 3

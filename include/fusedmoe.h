@@ -370,7 +370,29 @@ typedef struct fmoe_weights {
     const fmoe_tensor *lora_b1; /* [E,2I,rank1] (ungated: [E,I,rank1]) */
     const fmoe_tensor *lora_a2; /* [E,rank2,I] */
     const fmoe_tensor *lora_b2; /* [E,H,rank2] */
+    const void *packed;         /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
+    size_t packed_bytes;
 } fmoe_weights;
+
+/* -- Packed weights: W1 and W2 of experts or a block in the order and form in which the CPU's kernels read them, made
+ * once, for weights that do not change (inference, frozen weights). The same bits come out as without. The buffer is
+ * the caller's, aligned to 64 (in huge pages it is read faster: madvise with MADV_HUGEPAGE before it is filled); it
+ * holds no pointers and may be moved, saved and mapped. It serves every plan of the same level, dtype, E, H, I and form
+ * of h; another one answers with an error that names both values. The backward reads the weights as they are stored.
+ *
+ * Bytes of a plan's packed weights: about those of W1 and W2, twice that where a 16-bit type has no unit and is widened
+ * (levels c, avx2, avx512, neon). 0: this plan reads weights as they are stored, and there is nothing to pack (AMX in
+ * bf16, f64, CUDA, Ascend). A shared expert's are those of an experts plan with E = 1, k = 1, I = shared_I. */
+FMOE_API fmoe_status fmoe_packed_bytes(fmoe_plan, size_t *bytes);
+
+typedef struct fmoe_pack_args {
+    size_t size;
+    fmoe_weights w; /* in: w1 and w2, or gate, up and down; the rest is not read */
+    void *packed;   /* out */
+    size_t packed_bytes;
+} fmoe_pack_args;
+
+FMOE_API fmoe_status fmoe_pack_weights(fmoe_plan, const fmoe_pack_args *, const fmoe_run *); /* needs no workspace */
 
 /* -- experts: the layer with ids and weights given. FMOE_OP_EXPERTS.
  * Duplicate ids of one token add. An id that is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU

@@ -16,7 +16,7 @@
 
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 2u /* changes with any struct in this file */
+#define FMOE_BACKEND_VERSION 3u /* changes with any struct in this file */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -45,6 +45,12 @@ typedef struct fmoe_backend {
     /* block has no entry: block.c composes it from the above, on every backend. */
 
     bool lora; /* experts takes adapters (rank1, rank2); else lora.c composes it from the others */
+
+    /* Packed weights of experts plans; NULL, all three: none. bytes 0: this plan reads weights as they are stored. The
+     * check: is this buffer one of the plan's (name: the argument's)? */
+    fmoe_status (*packed_bytes)(const fmoe_plan_impl *p, size_t *bytes);
+    fmoe_status (*pack)(const fmoe_plan_impl *p, const fmoe_pack_args *, const fmoe_run *);
+    fmoe_status (*packed_check)(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);
 } fmoe_backend;
 
 /* A plan inside the library. d is the caller's description with defaults filled in (device.type is never 0,

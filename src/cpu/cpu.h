@@ -86,19 +86,24 @@ fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int
 
 /* ---- operands ---- */
 
-/* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. */
+/* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. Packed (block > 0): p is its first panel,
+ * the panels of a block of columns lie one after another, those of the next block `block` bytes on, and sk says how the
+ * matrix lay that they were made of (1: along k). */
 typedef struct fmoe_view {
     char *p;
     int64_t N, K, sn, sk;
+    int64_t block;
 } fmoe_view;
 
-/* The matrices of all experts: a stack [E,N,K] or a list of E tensors [N,K]. */
+/* The matrices of all experts: a stack [E,N,K], a list of E tensors [N,K], or packed ones. */
 typedef struct fmoe_stack {
     const fmoe_tensor *t;
     bool list;
     bool swap;         /* exchange the roles of N and K */
     int64_t row, rows; /* only rows [row, row+rows) of the stored N dimension: one half of W1. rows 0: all */
     int dtype;
+    fmoe_view packed; /* of expert 0, where its block is not 0; the others `expert` bytes on, each */
+    int64_t expert;
 } fmoe_stack;
 
 fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e);
@@ -189,6 +194,12 @@ typedef struct fmoe_in_job {
 } fmoe_in_job;
 
 void fmoe_multiply_in(const fmoe_in_job *job);
+
+/* A block of 64 columns, packed as these products read it (packed.c): its bytes over all of K, and itself; columns
+ * [n0, ...) of one matrix, or 32 of each of two. `pointers`: room for FMOE_KC_PAIRS. */
+int64_t fmoe_packed_block(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype);
+void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
+                     const void **pointers);
 
 /* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task
  * owns 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the
@@ -326,6 +337,14 @@ fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scrat
 fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap);
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
 fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
+
+/* packed.c: the weights of a layer as a packed buffer. Its bytes, 0 where the plan reads weights as they are stored;
+ * whether a buffer is one of this plan's; and its stacks, W1's two halves as one where they are not whole. */
+fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes);
+fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, const fmoe_run *run);
+fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);
+fmoe_stack fmoe_packed_w1(const fmoe_plan_impl *p, const void *packed, bool *whole);
+fmoe_stack fmoe_packed_w2(const fmoe_plan_impl *p, const void *packed);
 bool fmoe_w1_whole(const fmoe_plan_impl *p,
                    const fmoe_weights *w); /* one stack in stored order: interleaved or ungated */
 

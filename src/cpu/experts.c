@@ -142,8 +142,10 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
                      fmoe_scratch *scratch, void *l1, void *h, void *a)
 {
-    const bool whole = fmoe_w1_whole(p, &args->w);
+    bool whole = fmoe_w1_whole(p, &args->w);
     const fmoe_rows x = fmoe_rows_of(args->x, g->token);
+    fmoe_stack w1[2] = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)};
+    if (args->w.packed) w1[0] = w1[1] = fmoe_packed_w1(p, args->w.packed, &whole);
     up_ctx ctx = {
         .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
     ctx.past = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= PAST_CACHE;
@@ -152,7 +154,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
                        .g = g,
                        .scratch = scratch,
                        .a = x,
-                       .w = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)},
+                       .w = {w1[0], w1[1]},
                        .n_w = whole ? 1 : 2,
                        .finish = up_finish,
                        .ctx = &ctx};
@@ -206,7 +208,7 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                          .g = &b.g,
                          .scratch = b.scratch,
                          .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
-                         .w = {fmoe_w2_stack(&args->w)},
+                         .w = {args->w.packed ? fmoe_packed_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
                          .n_w = 1,
                          .weights = args->weights,
                          .bias = args->w.b2,

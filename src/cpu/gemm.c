@@ -16,6 +16,11 @@
 
 fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
 {
+    if (s->packed.block) {
+        fmoe_view packed = s->packed;
+        packed.p += e * s->expert;
+        return packed;
+    }
     const fmoe_tensor *t = s->list ? s->t + e : s->t;
     const int d = s->list ? 0 : 1; /* the N dimension */
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
@@ -97,7 +102,7 @@ static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
 /* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. */
 static int64_t panels_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, int64_t blocks, int64_t tasks)
 {
-    int64_t panels = side_by_side(v) && !cpu->gather ? FMOE_PANELS : 1;
+    int64_t panels = side_by_side(v) && !cpu->gather && !v->block ? FMOE_PANELS : 1;
     while (panels > 1 && blocks / panels < tasks) panels /= 2;
     return panels;
 }
@@ -172,6 +177,44 @@ static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, co
         }
 }
 
+/* ---- packed weights: the panels of a block, chunk after chunk ---- */
+
+static bool is_packed(const step *s) { return s->v[0].block != 0; }
+
+/* Bytes of the panels of the first k0 of k, whole chunks. */
+static int64_t panels_before(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype, int64_t k0)
+{
+    const step before = {.v = {*v}, .n_v = 1, .dtype = dtype, .kc = k0};
+    return panel_bytes(cpu, &before);
+}
+
+static const char *packed_at(const fmoe_cpu_plan *cpu, const step *s)
+{
+    const fmoe_view *v = &s->v[0];
+    return v->p + s->n0 / (FMOE_NB / s->n_v) * v->block + panels_before(cpu, v, s->dtype, s->k0);
+}
+
+int64_t fmoe_packed_block(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype)
+{
+    const int64_t chunk = chunk_of(cpu, v, false), last = (v->K - 1) / chunk * chunk;
+    return panels_before(cpu, v, dtype, last) + panels_before(cpu, v, dtype, v->K - last);
+}
+
+void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
+                     const void **pointers)
+{
+    const fmoe_scratch scratch = {.pointers = pointers};
+    const int64_t chunk = chunk_of(cpu, &v[0], false);
+    step s = {.v = {v[0], v[n_v - 1]}, .n_v = n_v, .dtype = dtype, .n0 = n0};
+    s.n = fmoe_min(FMOE_NB / n_v, v[0].N - n0);
+    for (s.k0 = 0; s.k0 < v[0].K; s.k0 += chunk, panels += panel_bytes(cpu, &s)) {
+        s.kc = fmoe_min(chunk, v[0].K - s.k0);
+        pack_chunk(cpu, &scratch, &s, panels);
+    }
+}
+
+/* ---- on the side ---- */
+
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const step *s, const char *half[2])
 {
@@ -204,6 +247,20 @@ static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe
     w->per_half = (int32_t)(cols ? FMOE_NB / 2 / columns : pieces);
     w->length = w->in_run = (int32_t)(cols ? pieces : panels_in(s));
     w->left = pieces * (cols ? FMOE_NB / columns : panels_in(s));
+}
+
+/* Let it fetch a packed panel: one line after another. */
+static void side_fetch_packed(const fmoe_cpu_plan *cpu, const step *s, int64_t rows, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    fmoe_walk *w = &side->fetch;
+    w->at = w->half[0] = packed_at(cpu, s);
+    w->step = LINE;
+    w->advance = 8 * LINE;
+    w->left = panel_bytes(cpu, s) / w->advance;
+    w->length = w->in_run = (int32_t)w->left;
+    w->per_half = 1;
+    w->slow = rows >= 24;
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
@@ -277,7 +334,7 @@ static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
-static void multiply(const line *l, const step *s, fmoe_side *side)
+static void multiply(const line *l, const step *s, const char *panel, fmoe_side *side)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
@@ -299,7 +356,7 @@ static void multiply(const line *l, const step *s, fmoe_side *side)
         }
         for (int64_t j = 0; j < panels; j++, calls--) {
             fmoe_side share = side_share(side, calls);
-            gemm(rows, s->kc, a, 4, l->panel[0] + j * panel_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
+            gemm(rows, s->kc, a, 4, panel + j * panel_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
                  FMOE_NB, s->first, &share);
             side_rest(side, &share, calls);
         }
@@ -311,7 +368,7 @@ static const step *line_next(line *l)
 {
     if (l->n < 0) {
         for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
-        if (l->n) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+        if (l->n && !is_packed(&l->steps[0])) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
     } else {
         char *const used = l->panel[0];
         l->panel[0] = l->panel[1];
@@ -321,14 +378,17 @@ static const step *line_next(line *l)
         if (l->n < 3 || !l->next(l->state, &l->steps[2])) l->n--;
     }
     if (l->n <= 0) return NULL;
+    const step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
+    const bool pack = l->n > 1 && !is_packed(then);
     fmoe_side side = {0};
-    if (l->n > 1 && in_quads(l->cpu, &l->steps[0]) == in_quads(l->cpu, &l->steps[1]))
-        side_pack(l->cpu, &l->steps[1], l->panel[1], &side);
-    if (l->n > 2) side_fetch(&l->steps[1], &l->steps[2], l->steps[0].rows, &side);
-    const bool whole = l->n > 1 && side.pack.left == 0;
-    multiply(l, &l->steps[0], &side);
-    if (whole || side.pack.left) pack_chunk(l->cpu, l->scratch, &l->steps[1], l->panel[1]);
-    return &l->steps[0];
+    if (pack && in_quads(l->cpu, now) == in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
+    const bool whole = pack && side.pack.left == 0;
+    if (l->n > 1 && is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
+    else if (l->n > 2 && is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
+    else if (l->n > 2) side_fetch(then, after, now->rows, &side);
+    multiply(l, now, is_packed(now) ? packed_at(l->cpu, now) : l->panel[0], &side);
+    if (whole || side.pack.left) pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+    return now;
 }
 
 /* ---- into the experts ---- */
@@ -615,7 +675,7 @@ void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
     run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
     const fmoe_view v = fmoe_stack_at(&job->w[0], 0);
-    if (side_by_side(&v)) {
+    if (side_by_side(&v) && !v.block) {
         const int64_t room = job->scratch[0].room / fmoe_min(T, run->tokens);
         run->width = fmoe_max(FMOE_NB, fmoe_min(room, fmoe_out_columns(job->cpu, N)) / FMOE_NB * FMOE_NB);
         run->blocks = fmoe_ceil_div(N, run->width);

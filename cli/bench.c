@@ -3,10 +3,11 @@
  * bench.c - fusedmoe bench: time operations through the public API, each beside the ceiling measured in the same run.
  *
  * A time is the median of the repetitions that fit the budget, after one to warm up. Products are held against a
- * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads. The repetitions
- * come in rounds, each beside its own measurement of what it is held against, and a share is the median over rounds: on
- * a shared machine both move from second to second. Peers come after ours, not in turns with it: their threads go on
- * waiting busily on the cores that ours need. */
+ * register-only loop of multiply-adds, the rest against a read of memory, both on the same threads; a forward of few
+ * rows also against a sweep over the very weights it reads, for memory differs from buffer to buffer. The repetitions
+ * come in rounds, in which everything that is compared has its turn, and a share or ratio is the median over rounds: on
+ * a shared machine all of it moves from second to second. Between turns is a pause, for the threads of some peers go on
+ * waiting busily for a while. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
 #include "bench_peers.h"
@@ -19,7 +20,7 @@
 
 #include "fusedmoe.h"
 
-enum { MAX_VALUES = 16, MAX_TIMES = 200, ROUNDS = 5 };
+enum { MAX_VALUES = 16, MAX_TIMES = 200, ROUNDS = 5, MAX_CONTENDERS = 8 };
 
 typedef struct list {
     int64_t v[MAX_VALUES];
@@ -33,15 +34,17 @@ typedef struct options {
     list T, H, I, E, k, dtype, threads;
     double budget; /* seconds a row */
     const char *json;
-    bool skew, peers;
+    bool skew, peers, packed;
+    int pages;
     bool cpu_time; /* for a busy machine: CPU seconds over threads instead of wall seconds */
 } options;
 
 typedef struct row {
     const char *op, *pass;
     const char *peer; /* NULL: ours */
-    double ratio;     /* of a peer's time to ours */
-    /* Forward of few rows: GB/s of weights read, what a read of memory reaches, and the share. */
+    bool packed;
+    double ratio[2]; /* of a peer's time to ours, plain and packed; 0: none */
+    /* Forward of few rows: GB/s of weights read, what a sweep over them reaches, and the share. */
     double weights, stream, stream_share;
     bench_shape shape;
     double ms, best_ms;   /* median and best */
@@ -69,71 +72,118 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static void run_once(const bench_case *c, bool forward, bool backward)
-{
-    if (forward) c->forward(c->state);
-    if (backward) c->backward(c->state);
-}
-
 static double median(double *x, int n)
 {
     qsort(x, (size_t)n, sizeof *x, by_value);
     return x[n / 2];
 }
 
-static double time_once(const bench_case *c, bool forward, bool backward)
+/* What has its turn in every round: ours, ours with packed weights, or a peer. */
+typedef struct contender {
+    row r;
+    void (*first)(void *state), (*then)(void *state); /* then: or NULL */
+    void *state;
+    const bench_case *swept; /* whose weights are swept, or NULL */
+    double all[MAX_TIMES], typical[ROUNDS], share[ROUNDS], stream[ROUNDS], stream_share[ROUNDS];
+    int n;
+} contender;
+
+static double time_once(const contender *c)
 {
     const double start = now();
-    run_once(c, forward, backward);
+    c->first(c->state);
+    if (c->then) c->then(c->state);
     return now() - start;
 }
 
-/* Work of a pass: 1e9 flops or bytes; of its weights, where they are what takes the time: 1e9 bytes, else 0. */
-static void time_passes(const bench_case *c, bool forward, bool backward, const options *o, double work, double weights,
-                        row *r)
+/* One turn: as many repetitions as fit. Work: 1e9 flops or bytes; weights: 1e9 bytes. */
+static void turn(contender *c, const options *o, int round, double work, double weights, double ceiling)
 {
-    const int threads = r->shape.threads;
-    const double scale = o->cpu_time ? 1.0 / threads : 1.0;
-    double all[MAX_TIMES], ceilings[ROUNDS], shares[ROUNDS], streams[ROUNDS], stream_shares[ROUNDS];
-    int n = 0;
-    run_once(c, forward, backward);
-    for (int i = 0; i < ROUNDS; i++) {
-        double times[MAX_TIMES];
-        int m = 0;
-        ceilings[i] =
-            r->memory ? fmoe_cpu_stream_gbytes(threads) : fmoe_cpu_ceiling_gflops((fmoe_dtype)r->shape.dtype, threads);
-        streams[i] = weights > 0 ? fmoe_cpu_stream_gbytes(threads) : 1;
-        for (const double begin = now(); m == 0 || (m < MAX_TIMES / ROUNDS && now() - begin < o->budget / ROUNDS); m++)
-            all[n++] = times[m] = scale * time_once(c, forward, backward);
-        const double typical = median(times, m);
-        shares[i] = work / typical / ceilings[i];
-        stream_shares[i] = weights / typical / streams[i];
+    const double scale = o->cpu_time ? 1.0 / c->r.shape.threads : 1.0;
+    double times[MAX_TIMES], best_sweep = 0;
+    int m = 0;
+    for (const double begin = now(); m == 0 || (m < MAX_TIMES / ROUNDS && now() - begin < o->budget / ROUNDS); m++) {
+        if (c->swept && m < 5) { /* in turns with the layer, the best of them */
+            const double rate = weights / c->swept->sweep(c->state, c->r.packed);
+            best_sweep = rate > best_sweep ? rate : best_sweep;
+        }
+        c->all[c->n++] = times[m] = scale * time_once(c);
     }
-    const double typical = median(all, n);
-    r->ms = 1e3 * typical;
-    r->best_ms = 1e3 * all[0];
-    r->rate = work / typical;
-    r->ceiling = median(ceilings, ROUNDS);
-    r->share = median(shares, ROUNDS);
-    r->weights = weights / typical;
-    r->stream = median(streams, ROUNDS);
-    r->stream_share = median(stream_shares, ROUNDS);
+    c->typical[round] = median(times, m);
+    c->share[round] = work / c->typical[round] / ceiling;
+    c->stream[round] = best_sweep;
+    c->stream_share[round] = best_sweep > 0 ? weights / c->typical[round] / best_sweep : 0;
+}
+
+static void time_in_turns(contender *c, int n, const options *o, double work, double weights)
+{
+    const struct timespec pause = {.tv_nsec = 20000000};
+    const row *ours = &c[0].r;
+    double ceilings[ROUNDS];
+    for (int i = 0; i < n; i++) time_once(&c[i]);
+    for (int round = 0; round < ROUNDS; round++) {
+        if (n > 1) nanosleep(&pause, NULL);
+        ceilings[round] = ours->memory ? fmoe_cpu_stream_gbytes(ours->shape.threads)
+                                       : fmoe_cpu_ceiling_gflops((fmoe_dtype)ours->shape.dtype, ours->shape.threads);
+        for (int i = 0; i < n; i++) {
+            turn(&c[i], o, round, work, weights, ceilings[round]);
+            if (n > 1) nanosleep(&pause, NULL);
+        }
+    }
+    const double ceiling = median(ceilings, ROUNDS);
+    for (int i = 0; i < n; i++) {
+        row *r = &c[i].r;
+        for (int j = 0; r->peer && j < n && !c[j].r.peer; j++) {
+            double ratios[ROUNDS];
+            for (int round = 0; round < ROUNDS; round++) ratios[round] = c[i].typical[round] / c[j].typical[round];
+            r->ratio[j] = median(ratios, ROUNDS);
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        row *r = &c[i].r;
+        const double typical = median(c[i].all, c[i].n);
+        r->ms = 1e3 * typical;
+        r->best_ms = 1e3 * c[i].all[0];
+        r->rate = work / typical;
+        r->ceiling = ceiling;
+        r->share = median(c[i].share, ROUNDS);
+        r->weights = c[i].swept ? weights / typical : 0;
+        r->stream = median(c[i].stream, ROUNDS);
+        r->stream_share = median(c[i].stream_share, ROUNDS);
+    }
 }
 
 /* ---- output ---- */
 
+/* MB of this process that lie in huge pages; -1 where the system does not say. */
+static double huge_megabytes(void)
+{
+    FILE *f = fopen("/proc/self/smaps_rollup", "r");
+    char line[256];
+    double kilobytes = -1;
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "AnonHugePages: %lf", &kilobytes) == 1) break;
+    if (f) fclose(f);
+    return kilobytes < 0 ? -1 : kilobytes * 1024e-6;
+}
+
+static const char *kind(const row *r) { return r->peer ? r->peer : r->packed ? "packed" : ""; }
+
 static void print_row(const row *r)
 {
     const bench_shape *s = &r->shape;
-    printf("%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %10.3f ms %9.1f %s  ceiling %8.1f "
+    printf("%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %-8s %10.3f ms %9.1f %s  ceiling %8.1f "
            "%6.1f %%"
            "  (best %.3f ms, %.1f %%)\n",
            r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
-           (long long)s->E, (long long)s->k, s->threads, r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
+           (long long)s->E, (long long)s->k, s->threads, kind(r), r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
            100 * r->share, r->best_ms, 100 * r->share * r->ms / r->best_ms);
     if (r->weights > 0)
-        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f\n", "", r->weights, 100 * r->stream_share, r->stream);
-    if (r->peer) printf("%10s by %s: ours is %.2f times as fast\n", "", r->peer, r->ratio);
+        printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f, a sweep over the same\n", "", r->weights,
+               100 * r->stream_share, r->stream);
+    if (r->peer) printf("%10s by %s: ours is %.2f times as fast", "", r->peer, r->ratio[0]);
+    if (r->peer && r->ratio[1] > 0) printf(", with packed weights %.2f", r->ratio[1]);
+    if (r->peer) putchar('\n');
     fflush(stdout);
 }
 
@@ -145,28 +195,49 @@ static void json_row(FILE *json, const row *r, bool first)
             "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"backend\": \"cpu\", \"isa_or_arch\": \"%s\", \"dtype\": "
             "\"%s\", \"T\": %lld, "
             "\"H\": %lld, \"I\": %lld, \"E\": %lld, \"k\": %lld, \"threads\": %d, \"ms\": %.6g, \"best_ms\": %.6g, "
-            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"peer\": %s%s%s}",
+            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"packed\": %s, \"sweep_gbytes\": %.6g, "
+            "\"sweep_share\": %.4f, \"peer\": %s%s%s}",
             first ? "" : ",", r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H,
             (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit,
-            r->ceiling, r->share, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
+            r->ceiling, r->share, r->packed ? "true" : "false", r->weights > 0 ? r->stream : 0,
+            r->weights > 0 ? r->stream_share : 0, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
 }
 
 /* ---- one shape of one operation ---- */
 
-/* The same forward on each peer that is there. */
-static void bench_peers(const options *o, const bench_case *ours, const row *r, FILE *json)
+static void bench_pass(const options *o, const bench_case *c, const row *like, bool forward, bool backward, FILE *json,
+                       bool *first)
 {
-    for (int i = 0; bench_peer_name(i); i++) {
-        bench_case c;
-        if (!bench_peer(i, &r->shape, ours->experts, &c)) continue;
-        row theirs = *r;
-        theirs.peer = bench_peer_name(i);
-        time_passes(&c, true, false, o, 1e-9 * c.forward_flops, 0, &theirs);
-        theirs.ratio = theirs.ms / r->ms;
-        print_row(&theirs);
-        if (json) json_row(json, &theirs, false);
-        c.drop(c.state);
+    static contender all[MAX_CONTENDERS];
+    bench_case peers[MAX_CONTENDERS];
+    const bool experts = c->experts && !backward;
+    const bool few = experts && like->shape.T * like->shape.k < 8 * like->shape.E; /* rows: memory is the ceiling */
+    const double forward_work = like->memory ? c->forward_bytes : c->forward_flops;
+    const double backward_work = like->memory ? c->backward_bytes : c->backward_flops;
+    int n = 0, n_peers = 0;
+    all[n++] = (contender){.r = *like, .state = c->state, .swept = few ? c : NULL};
+    all[0].first = forward ? c->forward : c->backward;
+    all[0].then = forward && backward ? c->backward : NULL;
+    if (experts && c->packed) {
+        all[n] = all[0];
+        all[n].first = c->packed;
+        all[n++].r.packed = true;
     }
+    for (int i = 0; experts && o->peers && bench_peer_name(i) && n < MAX_CONTENDERS; i++) {
+        bench_case *peer = &peers[n_peers];
+        if (!bench_peer(i, &like->shape, c->experts, peer)) continue;
+        all[n] = (contender){.r = *like, .first = peer->forward, .state = peer->state};
+        all[n++].r.peer = bench_peer_name(i);
+        n_peers++;
+    }
+    time_in_turns(all, n, o, 1e-9 * ((forward ? forward_work : 0) + (backward ? backward_work : 0)),
+                  few ? 1e-9 * c->forward_bytes : 0);
+    for (int i = 0; i < n; i++) {
+        print_row(&all[i].r);
+        if (json) json_row(json, &all[i].r, *first);
+        *first = false;
+    }
+    for (int i = 0; i < n_peers; i++) peers[i].drop(peers[i].state);
 }
 
 static void bench_shape_of(const options *o, const char *op, const bench_shape *shape, FILE *json, bool *first)
@@ -176,20 +247,14 @@ static void bench_shape_of(const options *o, const char *op, const bench_shape *
         const char *name;
         bool forward, backward;
     } passes[] = {{"fwd", true, false}, {"bwd", false, true}, {"fwd+bwd", true, true}};
+    if (shape->pages)
+        printf("pages %s: %.0f MB of this process in huge ones\n", shape->pages == PAGES_HUGE ? "huge" : "small",
+               huge_megabytes());
     c.forward(c.state); /* a backward alone needs what the forward saves */
     for (int i = 0; i < 3; i++) {
-        row r = {.op = op, .pass = passes[i].name, .shape = *shape, .memory = c.forward_flops == 0};
+        const row r = {.op = op, .pass = passes[i].name, .shape = *shape, .memory = c.forward_flops == 0};
         if (o->pass && strcmp(o->pass, r.pass) != 0) continue;
-        const double forward = r.memory ? c.forward_bytes : c.forward_flops;
-        const double backward = r.memory ? c.backward_bytes : c.backward_flops;
-        const bool few = c.experts && i == 0 && shape->T * shape->k < 8 * shape->E; /* rows: memory is the ceiling */
-        time_passes(&c, passes[i].forward, passes[i].backward, o,
-                    1e-9 * ((passes[i].forward ? forward : 0) + (passes[i].backward ? backward : 0)),
-                    few ? 1e-9 * c.forward_bytes : 0, &r);
-        print_row(&r);
-        if (json) json_row(json, &r, *first);
-        *first = false;
-        if (o->peers && c.experts && i == 0) bench_peers(o, &c, &r, json);
+        bench_pass(o, &c, &r, passes[i].forward, passes[i].backward, json, first);
     }
     c.drop(c.state);
 }
@@ -242,10 +307,13 @@ static int usage(FILE *to, int code)
           "fwd|bwd|fwd+bwd]\n"
           "                      [--T 16,64,512] [--H 2048] [--I 1408] [--E 32] [--k 4] [--dtype f32,bf16,f16] "
           "[--threads 2]\n"
-          "                      [--seconds 1] [--skew] [--cpu-time] [--peers] [--json FILE]\n"
+          "                      [--seconds 1] [--skew] [--cpu-time] [--packed] [--peers] [--pages huge|small] [--json "
+          "FILE]\n"
           "Every share is of a ceiling measured in the same run on the same threads: a register-only multiply-add "
           "loop, or a\n"
           "read of memory for what multiplies nothing (small cases that stay in the cache can pass 100 %).\n"
+          "--packed: the forward of experts with packed weights too, in turns with the other.\n"
+          "--pages: tensors of 2 MiB and more in huge pages or in small ones; without it, as the system likes.\n"
           "--peers: the forward too as a loop over experts on oneDNN (weights packed beforehand) and OpenBLAS, where "
           "there.\n"
           "--cpu-time divides CPU seconds by the threads: for a machine that is busy otherwise.\n",
@@ -263,6 +331,10 @@ static bool parse(int argc, char **argv, options *o)
         }
         if (strcmp(name, "--peers") == 0) {
             o->peers = true;
+            continue;
+        }
+        if (strcmp(name, "--packed") == 0) {
+            o->packed = true;
             continue;
         }
         if (strcmp(name, "--cpu-time") == 0) {
@@ -283,6 +355,10 @@ static bool parse(int argc, char **argv, options *o)
         if (value && strcmp(name, "--op") == 0) known = parse_ops(value, o);
         if (value && strcmp(name, "--pass") == 0) known = (o->pass = value) != NULL;
         if (value && strcmp(name, "--seconds") == 0) known = (o->budget = strtod(value, NULL)) > 0;
+        if (value && strcmp(name, "--pages") == 0)
+            known = (o->pages = strcmp(value, "huge") == 0    ? PAGES_HUGE
+                                : strcmp(value, "small") == 0 ? PAGES_SMALL
+                                                              : PAGES_AS_IS) != PAGES_AS_IS;
         if (value && strcmp(name, "--json") == 0) known = (o->json = value) != NULL;
         if (!known) {
             fprintf(stderr, "fusedmoe bench: cannot read %s %s\n", name, value ? value : "");
@@ -333,6 +409,9 @@ int fmoe_bench_main(int argc, char **argv)
                                        .E = v[4],
                                        .k = v[5],
                                        .skew = o.skew,
+                                       .forward_only = o.pass && strcmp(o.pass, "fwd") == 0,
+                                       .packed = o.packed,
+                                       .pages = o.pages,
                                        .threads = v[6] > 0 ? (int)v[6] : (int)sysconf(_SC_NPROCESSORS_ONLN)};
             bench_shape_of(&o, o.ops[op], &shape, json, &first);
         }

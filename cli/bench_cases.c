@@ -4,11 +4,13 @@
  *
  * Flops count the true routed rows: 2*R*3*H*I for a gated forward, twice that for a backward. Bytes count each row read
  * or written once. */
+#define FMOE_EXPERIMENTAL
 #include "bench.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "fusedmoe.h"
 
@@ -27,6 +29,9 @@ typedef struct state {
     void *saved;
     buffer *buffers[MAX_BUFFERS];
     int n_buffers;
+    void *packed;
+    size_t packed_bytes;
+    bench_shape shape;
     union {
         fmoe_experts_args experts;
         fmoe_block_args block;
@@ -68,6 +73,19 @@ static void *allocate(size_t bytes)
     return p;
 }
 
+/* What is large, in the pages that were asked for. Written once: a page is there when it has been written. */
+static void *allocate_in(int pages, size_t bytes)
+{
+    enum { HUGE = 2 << 20 };
+    void *p = NULL;
+    if (pages == PAGES_AS_IS || bytes < HUGE) return memset(allocate(bytes), 0, bytes);
+    if (posix_memalign(&p, HUGE, bytes)) die("out of memory");
+#if defined(MADV_HUGEPAGE) && defined(MADV_NOHUGEPAGE)
+    if (madvise(p, bytes, pages == PAGES_HUGE ? MADV_HUGEPAGE : MADV_NOHUGEPAGE)) perror("fusedmoe bench: madvise");
+#endif
+    return memset(p, 0, bytes);
+}
+
 /* A tensor of up to three dimensions (0: none), owned by the state. */
 static const fmoe_tensor *tensor(state *s, int dtype, int64_t a, int64_t b, int64_t c)
 {
@@ -76,12 +94,11 @@ static const fmoe_tensor *tensor(state *s, int dtype, int64_t a, int64_t b, int6
     buffer *x = allocate(sizeof *x);
     const size_t bytes = (size_t)(a * (b ? b : 1) * (c ? c : 1)) * types[dtype].bits / 8;
     *x = (buffer){.shape = {a, b, c}};
-    x->t = (fmoe_tensor){.data = allocate(bytes),
+    x->t = (fmoe_tensor){.data = allocate_in(s->shape.pages, bytes),
                          .device = {FMOE_CPU, 0},
                          .ndim = b ? c ? 3 : 2 : 1,
                          .dtype = types[dtype],
                          .shape = x->shape};
-    memset(x->t.data, 0, bytes);
     s->buffers[s->n_buffers++] = x;
     return &x->t;
 }
@@ -171,6 +188,7 @@ static void drop(void *p)
     }
     free(s->run.workspace);
     free(s->saved);
+    free(s->packed);
     free(s);
 }
 
@@ -195,16 +213,65 @@ PASSES(route, route)
 
 /* ---- cases ---- */
 
+/* Whether expert e has rows. */
+static bool touched(const bench_shape *b, const fmoe_tensor *ids, int64_t e)
+{
+    for (int64_t i = 0; i < b->T * b->k; i++)
+        if (((const int32_t *)ids->data)[i] == e) return true;
+    return false;
+}
+
 /* Bytes of the weights that these ids touch. */
 static double touched_bytes(const bench_shape *b, const fmoe_tensor *ids)
 {
     double n = 0;
-    for (int64_t e = 0; e < b->E; e++) {
-        bool rows = false;
-        for (int64_t i = 0; i < b->T * b->k && !rows; i++) rows = ((const int32_t *)ids->data)[i] == e;
-        n += rows;
-    }
+    for (int64_t e = 0; e < b->E; e++) n += touched(b, ids, e);
     return n * 3 * (double)(b->H * b->I) * (b->dtype == FMOE_F32 ? 4 : 2);
+}
+
+static double sweep_of(const void *data, size_t bytes, int threads)
+{
+    return 1e-9 * (double)bytes / fmoe_cpu_read_gbytes(data, bytes, threads);
+}
+
+/* The same bytes as the forward reads, as plain streams. In a packed buffer W1 comes first, expert after expert; the
+ * experts of W2 take turns there, so as many bytes are read in one piece. */
+static double experts_sweep(void *p, bool packed)
+{
+    state *s = p;
+    const bench_shape *b = &s->shape;
+    const fmoe_experts_args *f = &s->fwd.experts;
+    const size_t w2 = (size_t)(b->H * b->I) * f->w.w2->dtype.bits / 8, third = s->packed_bytes / 3 / (size_t)b->E;
+    const char *const from1 = packed ? s->packed : f->w.w1->data;
+    const char *const from2 = packed ? from1 + 2 * third * (size_t)b->E : f->w.w2->data;
+    const size_t bytes = packed ? third : w2;
+    double seconds = 0;
+    for (int64_t e = 0; e < b->E; e++) {
+        if (!touched(b, f->ids, e)) continue;
+        seconds += sweep_of(from1 + 2 * bytes * (size_t)e, 2 * bytes, b->threads);
+        seconds += sweep_of(from2 + bytes * (size_t)e, bytes, b->threads);
+    }
+    return seconds;
+}
+
+static void experts_packed(void *p)
+{
+    state *s = p;
+    fmoe_experts_args a = s->fwd.experts;
+    a.w = (fmoe_weights){.packed = s->packed, .packed_bytes = s->packed_bytes};
+    must(fmoe_experts_forward(s->plan, &a, &s->run), "experts with packed weights");
+}
+
+/* False where the plan reads weights as they are stored. */
+static bool pack(state *s)
+{
+    fmoe_pack_args a = {.size = sizeof a, .w = s->fwd.experts.w};
+    must(fmoe_packed_bytes(s->plan, &a.packed_bytes), "packed weights");
+    if (!a.packed_bytes) return false;
+    s->packed = a.packed = allocate_in(s->shape.pages, a.packed_bytes);
+    s->packed_bytes = a.packed_bytes;
+    must(fmoe_pack_weights(s->plan, &a, &s->run), "packed weights");
+    return true;
 }
 
 static bench_case make_experts(state *s, const bench_shape *b)
@@ -224,12 +291,15 @@ static bench_case make_experts(state *s, const bench_shape *b)
     g->dout = random_tensor(s, b->dtype, b->T, b->H, 0, 1);
     g->dx = tensor(s, b->dtype, b->T, b->H, 0);
     g->dweights = tensor(s, FMOE_F32, b->T, b->k, 0);
-    g->dw.w1 = tensor(s, b->dtype, b->E, 2 * b->I, b->H);
-    g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
+    if (!b->forward_only) {
+        g->dw.w1 = tensor(s, b->dtype, b->E, 2 * b->I, b->H);
+        g->dw.w2 = tensor(s, b->dtype, b->E, b->H, b->I);
+    }
     const double flops = 6.0 * (double)(b->T * b->k) * (double)b->H * (double)b->I;
     return (bench_case){.experts = f,
                         .forward_bytes = touched_bytes(b, f->ids),
-
+                        .sweep = experts_sweep,
+                        .packed = b->packed && pack(s) ? experts_packed : NULL,
                         .forward = experts_forward,
                         .backward = experts_backward,
                         .forward_flops = flops,
@@ -375,6 +445,7 @@ bench_case bench_make(const char *op, const bench_shape *shape)
     while (strcmp(op, bench_op_names[i]) != 0) i++;
     state *s = calloc(1, sizeof *s);
     if (!s) die("out of memory");
+    s->shape = *shape;
     bench_case c = make[i](s, shape);
     c.state = s;
     c.drop = drop;

@@ -461,10 +461,11 @@ FMOE_API size_t fmoe_info(char *text, size_t n);
 
 #ifdef FMOE_EXPERIMENTAL
 /* Not covered by the promise of stability. Rate of a register-only loop of multiply-adds on the level of new plans, in
- * GFLOP/s over all threads at once, and of a read-only sweep over memory in GB/s: the ceilings benchmarks are held
- * against. */
+ * GFLOP/s over all threads at once, and of a read-only sweep over memory in GB/s, the best of five over memory of its
+ * own or one over the caller's: the ceilings benchmarks are held against. */
 FMOE_API double fmoe_cpu_ceiling_gflops(fmoe_dtype dtype, int threads);
 FMOE_API double fmoe_cpu_stream_gbytes(int threads);
+FMOE_API double fmoe_cpu_read_gbytes(const void *data, size_t bytes, int threads);
 #endif
 
 #ifdef __cplusplus

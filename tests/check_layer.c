@@ -41,6 +41,22 @@ static fmoe_weights as_list(const check_layer *l, const fmoe_tensor *w1, const f
     return w;
 }
 
+/* Every second matrix of a list in the other orientation. */
+static const fmoe_tensor *mixed(const check_layer *l, const fmoe_tensor *list, int first)
+{
+    fmoe_tensor *all = check_alloc((size_t)l->d.E * sizeof *all);
+    for (int64_t e = 0; list && e < l->d.E; e++) {
+        all[e] = list[e];
+        if ((e + first) % 2 == 0) continue;
+        const int64_t N = list[e].shape[0], K = list[e].shape[1];
+        const bool along = fmoe_stride(&list[e], 1) == 1;
+        const fmoe_tensor *turned = check_stack(fmoe_tensor_dtype(&list[e]), 1, N, K, along);
+        all[e] = *check_slices(turned);
+        for (int64_t i = 0; i < N * K; i++) check_set(&all[e], i, check_get(&list[e], i));
+    }
+    return list ? all : NULL;
+}
+
 static void make_outputs(check_layer *l)
 {
     const fmoe_desc *d = &l->d;
@@ -72,7 +88,12 @@ static void make_outputs(check_layer *l)
         l->forward.w.b1 = l->backward.w.b1 = l->b1, l->forward.w.b2 = l->backward.w.b2 = l->b2;
         l->backward.dw.b1 = l->db1, l->backward.dw.b2 = l->db2;
     }
-    if (l->list) l->forward.w = l->backward.w = as_list(l, l->w1, l->w2);
+    if (l->list) l->forward.w = as_list(l, l->w1, l->w2);
+    if (l->list && l->layout & LAYER_MIXED) {
+        fmoe_weights *w = &l->forward.w;
+        w->gate = mixed(l, w->gate, 0), w->up = mixed(l, w->up, 1), w->down = mixed(l, w->down, 1);
+    }
+    if (l->list) l->backward.w = l->forward.w;
     if (l->grad_list) l->backward.dw = as_list(l, l->dw1, l->dw2);
     l->forward.w = l->backward.w = with_lora(l, l->forward.w, l->lora);
     l->backward.dw = with_lora(l, l->backward.dw, l->dlora);
@@ -336,7 +357,8 @@ static int64_t draw_T(const fmoe_desc *d, int64_t index)
 
 static void check_experts(const fmoe_desc d, int64_t T)
 {
-    check_layer l = layer_make(&d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST)));
+    check_layer l = layer_make(&d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST) |
+                                             (check_below(4) ? 0 : LAYER_MIXED)));
     const bool add_out = check_below(4) == 0, accumulate = check_below(3) == 0, add_dx = check_below(4) == 0;
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " rank=%" PRId64 ",%" PRId64
                " dtype=%d act=%d flags=%u layout=%d add=%d%d%d",
@@ -424,9 +446,9 @@ static void draw_lora(int64_t index)
 /* ---- relative errors of whole layers ---- */
 
 /* f32: 2e-6 everywhere; bf16: 4e-3 forward, 6e-3 for gradients; f16 lies between, eight times finer than bf16. */
-static void layer_error(const fmoe_desc *d, int64_t T, double forward, double backward)
+static void layer_error(const fmoe_desc *d, int64_t T, int layout, double forward, double backward)
 {
-    check_layer l = layer_make(d, T, LAYER_WIDE_P | LAYER_WIDE_GRAD);
+    check_layer l = layer_make(d, T, layout | LAYER_WIDE_P | LAYER_WIDE_GRAD);
     fmoe_desc f64 = *d;
     f64.dtype = FMOE_F64;
     check_layer ref = layer_again(&l, &f64);
@@ -453,7 +475,19 @@ static void error_case(int dtype, int64_t H, int64_t I, int64_t T, double forwar
     d.H = H, d.I = I, d.E = H < 4096 ? 3 : 1, d.k = H < 4096 ? 2 : 1;
     d.threads = 2;
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " dtype=%d", T, H, I, dtype);
-    layer_error(&d, T, forward, backward);
+    layer_error(&d, T, 0, forward, backward);
+}
+
+/* Lists whose matrices lie in either orientation, in turns, and are longer than a chunk. */
+static void error_mixed(int64_t index)
+{
+    fmoe_desc d = FMOE_DESC_INIT;
+    d.op = FMOE_OP_EXPERTS;
+    d.dtype = FMOE_F32;
+    d.H = 700, d.I = 900, d.E = 3, d.k = 2, d.threads = 2;
+    d.act = index ? FMOE_ACT_SWIGLU : FMOE_ACT_RELU;
+    check_note("act=%d", d.act);
+    layer_error(&d, 4, LAYER_LIST | LAYER_MIXED, 2e-6, 2e-6);
 }
 
 static void error_f32(int64_t index) { error_case(FMOE_F32, index ? 256 : 1024, index ? 1000 : 768, 16, 2e-6, 2e-6); }
@@ -465,6 +499,7 @@ const check_case check_layer_cases[] = {
     {"experts", draw_experts, 36, 6, 0},
     {"lora", draw_lora, 24, 3, 0},
     {"error_f32", error_f32, 1, 0, 1},
+    {"error_mixed", error_mixed, 2, 0, 1},
     {"error_bf16", error_bf16, 1, 0, 1},
     {"error_f16", error_f16, 1, 0, 1},
     {"error_f32_4096", error_f32_large, 1, 0, 2},

@@ -44,7 +44,9 @@ static check_layer draw_layer(void)
     d.rank1 = CHECK_PICK(0, 0, 5, 16);
     d.rank2 = CHECK_PICK(0, 0, 3, 65);
     d.threads = (int32_t)CHECK_PICK(1, 2, 5);
-    check_layer l = layer_make(&d, CHECK_PICK(0, 1, 2, 7, 40, 150), (int)check_below(256));
+    const bool large = d.H > 200 || d.I > 200;
+    if (large) d.E = CHECK_PICK(1, 3);
+    check_layer l = layer_make(&d, large ? CHECK_PICK(1, 7) : CHECK_PICK(0, 1, 2, 7, 40, 150), (int)check_below(256));
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
                " dtype=%d act=%d flags=%u layout=%d rank1=%" PRId64 " rank2=%" PRId64,
                l.T, l.d.H, l.d.I, l.d.E, l.d.k, l.d.dtype, l.d.act, l.d.flags, l.layout, l.d.rank1, l.d.rank2);

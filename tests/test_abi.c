@@ -171,7 +171,11 @@ TEST(struct_layouts)
     STRUCT(fmoe_activation_args, F(fmoe_activation_args, size), F(fmoe_activation_args, h), F(fmoe_activation_args, a),
            F(fmoe_activation_args, da), F(fmoe_activation_args, dh));
     STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),
-           F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down));
+           F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down), F(fmoe_weights, lora_a1),
+           F(fmoe_weights, lora_b1), F(fmoe_weights, lora_a2), F(fmoe_weights, lora_b2), F(fmoe_weights, packed),
+           F(fmoe_weights, packed_bytes));
+    STRUCT(fmoe_pack_args, F(fmoe_pack_args, size), F(fmoe_pack_args, w), F(fmoe_pack_args, packed),
+           F(fmoe_pack_args, packed_bytes));
     STRUCT(fmoe_experts_args, F(fmoe_experts_args, size), F(fmoe_experts_args, x), F(fmoe_experts_args, ids),
            F(fmoe_experts_args, weights), F(fmoe_experts_args, w), F(fmoe_experts_args, out),
            F(fmoe_experts_args, saved), F(fmoe_experts_args, saved_bytes), F(fmoe_experts_args, dout),

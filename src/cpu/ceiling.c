@@ -5,6 +5,7 @@
 #define FMOE_EXPERIMENTAL
 #include "cpu/cpu.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <time.h>
 
@@ -68,21 +69,23 @@ static void stream_worker(void *arg, int worker)
     run->sink[worker] = sum[0] + sum[1] + sum[2] + sum[3] + sum[4] + sum[5] + sum[6] + sum[7];
 }
 
+double fmoe_cpu_read_gbytes(const void *data, size_t bytes, int threads)
+{
+    stream_run run = {.data = data, .bytes = bytes};
+    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
+    const double begin = seconds();
+    fmoe_pool_run(run.threads, stream_worker, &run);
+    return 1e-9 * (double)bytes / (seconds() - begin);
+}
+
 double fmoe_cpu_stream_gbytes(int threads)
 {
-    stream_run run = {.bytes = (size_t)512 << 20};
-    run.threads = threads > 0 ? threads < 64 ? threads : 64 : fmoe_cpu_count();
-    char *data = malloc(run.bytes);
+    const size_t bytes = (size_t)512 << 20;
+    char *data = malloc(bytes);
     if (!data) return 0;
-    memset(data, 1, run.bytes);
-    run.data = data;
+    memset(data, 1, bytes);
     double best = 0;
-    for (int i = 0; i < 5; i++) {
-        const double begin = seconds();
-        fmoe_pool_run(run.threads, stream_worker, &run);
-        const double rate = (double)run.bytes / (seconds() - begin);
-        best = rate > best ? rate : best;
-    }
+    for (int i = 0; i < 5; i++) best = fmax(best, fmoe_cpu_read_gbytes(data, bytes, threads));
     free(data);
-    return best * 1e-9;
+    return best;
 }

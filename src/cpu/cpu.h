@@ -225,6 +225,7 @@ typedef struct fmoe_out_run {
     void (*fn)(void *run, int worker);
     fmoe_tasks tasks;
     int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
+    int64_t panels;                /* of 64 columns, at a time */
 } fmoe_out_run;
 
 int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N); /* of a task, given room for its sums */

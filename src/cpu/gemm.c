@@ -99,10 +99,18 @@ static int64_t chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
 }
 
-/* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. */
-static int64_t panels_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, int64_t blocks, int64_t tasks)
+/* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. Lists may hold matrices that lie
+ * either way, with chunks of either length: then one. */
+static int64_t panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks,
+                         int64_t tasks)
 {
-    int64_t panels = side_by_side(v) && !cpu->gather && !v->block ? FMOE_PANELS : 1;
+    if (cpu->gather || w->packed.block) return 1;
+    for (int i = 0; i < n_w; i++)
+        for (int64_t e = 0; e < (w[i].list ? E : 1); e++) {
+            const fmoe_view v = fmoe_stack_at(&w[i], e);
+            if (!side_by_side(&v)) return 1;
+        }
+    int64_t panels = FMOE_PANELS;
     while (panels > 1 && blocks / panels < tasks) panels /= 2;
     return panels;
 }
@@ -143,7 +151,9 @@ static const char *chunk_at(const step *s, int i)
     return s->v[i].p + (s->n0 * s->v[i].sn + s->k0 * s->v[i].sk) * (int64_t)fmoe_dtype_size(s->dtype);
 }
 
-static bool along_k(const step *s) { return s->v[0].sk == 1 || s->kc == 1; }
+static bool lies_along_k(const step *s, int i) { return s->v[i].sk == 1 || s->kc == 1; }
+
+static bool along_k(const step *s) { return lies_along_k(s, 0) && (s->n_v == 1 || lies_along_k(s, 1)); }
 
 static int64_t panels_in(const step *s) { return fmoe_ceil_div(s->n * s->n_v, FMOE_NB); }
 
@@ -165,12 +175,13 @@ static void pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, co
 {
     const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
     const int64_t bytes = panel_bytes(cpu, s), panels = panels_in(s);
-    const bool cols = along_k(s), quads = in_quads(cpu, s);
+    const bool quads = in_quads(cpu, s);
     if (s->n < panels * width) memset(panel + (panels - 1) * bytes, 0, (size_t)bytes);
     for (int64_t j = 0; j < panels; j++)
         for (int i = 0; i < s->n_v; i++) {
             const char *base = chunk_at(s, i) + j * FMOE_NB * s->v[i].sn * element;
             const int64_t n = fmoe_min(width, s->n - j * width);
+            const bool cols = lies_along_k(s, i);
             const int64_t pointers = cols ? n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
             for (int64_t k = 0; k < pointers; k++) scratch->pointers[k] = base + k * apart;
             packer(cpu, s->dtype, cols, quads)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
@@ -464,10 +475,9 @@ void fmoe_multiply_in(const fmoe_in_job *job)
     fmoe_in_job gathered = *job;
     gathered.a = fmoe_gather(job->p, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
     in_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
-    if (job->n_w == 1) {
-        const fmoe_view v = fmoe_stack_at(&job->w[0], 0);
-        run.width *= panels_of(job->cpu, &v, g->E * fmoe_ceil_div(v.N, FMOE_NB), 4 * job->cpu->threads);
-    }
+    if (job->n_w == 1)
+        run.width *= panels_of(job->cpu, job->w, 1, g->E, g->E * fmoe_ceil_div(in_columns(job, 0), FMOE_NB),
+                               4 * job->cpu->threads);
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
@@ -579,7 +589,7 @@ static bool out_next(void *state, step *s)
         at->a = &job->a;
         at->dtype = job->w[0].dtype;
         at->v[0] = fmoe_stack_at(&job->w[0], at->e < g->E ? at->e : 0);
-        at->n = fmoe_min(FMOE_NB * panels_of(job->cpu, &at->v[0], FMOE_PANELS, 1), w->n1 - at->n0);
+        at->n = fmoe_min(FMOE_NB * w->run->panels, w->n1 - at->n0);
     }
     const int64_t K = at->v[0].K;
     at->kc = at->rows ? fmoe_min(chunk_of(job->cpu, &at->v[0], at->a != &job->a), K - at->k0) : 0;
@@ -674,8 +684,8 @@ void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
     run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
-    const fmoe_view v = fmoe_stack_at(&job->w[0], 0);
-    if (side_by_side(&v) && !v.block) {
+    run->panels = panels_of(job->cpu, job->w, job->n_w, job->g->E, FMOE_PANELS, 1);
+    if (run->panels > 1) {
         const int64_t room = job->scratch[0].room / fmoe_min(T, run->tokens);
         run->width = fmoe_max(FMOE_NB, fmoe_min(room, fmoe_out_columns(job->cpu, N)) / FMOE_NB * FMOE_NB);
         run->blocks = fmoe_ceil_div(N, run->width);

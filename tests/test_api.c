@@ -523,7 +523,7 @@ TEST(packing_checks_everything)
         fmoe_tensor turned[N_E];
         if (kind == CALL_EXPERTS_LIST) a.w.up = memcpy(turned, a.w.up, sizeof turned);
         else a.w.w1 = memcpy(turned, a.w.w1, sizeof *turned);
-        int64_t shape[3] = {turned->shape[0], turned->shape[1], turned->shape[2]};
+        int64_t shape[3] = {turned->shape[0], turned->shape[1], turned->ndim > 2 ? turned->shape[2] : 0};
         shape[1]++;
         turned->shape = shape;
         pack_expect(&p, &a, FMOE_ERR_PLAN, "plan", number(shape[1]));

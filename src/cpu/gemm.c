@@ -226,6 +226,8 @@ void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, in
 
 /* ---- on the side ---- */
 
+enum { FEW_ROWS = 24 }; /* memory is fetched from as fast as it can be */
+
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const step *s, const char *half[2])
 {
@@ -271,7 +273,7 @@ static void side_fetch_packed(const fmoe_cpu_plan *cpu, const step *s, int64_t r
     w->left = panel_bytes(cpu, s) / w->advance;
     w->length = w->in_run = (int32_t)w->left;
     w->per_half = 1;
-    w->slow = rows >= 24;
+    w->slow = rows >= FEW_ROWS;
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
@@ -298,7 +300,7 @@ static void side_fetch(const step *before, const step *s, int64_t rows, fmoe_sid
     }
     w->in_run = w->length;
     w->at = w->half[0];
-    w->slow = rows >= 24 && cols;
+    w->slow = rows >= FEW_ROWS && cols;
 }
 
 /* ---- a worker's line of chunks ---- */
@@ -391,7 +393,7 @@ static const step *line_next(line *l)
     if (l->n <= 0) return NULL;
     const step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
     const bool pack = l->n > 1 && !is_packed(then);
-    fmoe_side side = {0};
+    fmoe_side side = {.again = is_packed(now) && now->rows < FEW_ROWS};
     if (pack && in_quads(l->cpu, now) == in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
     const bool whole = pack && side.pack.left == 0;
     if (l->n > 1 && is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);

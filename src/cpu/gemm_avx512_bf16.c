@@ -53,10 +53,12 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
     const int64_t n = kc / 2, apart = pieces ? fmoe_max(1, n / pieces) : n,
                   rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    const bool again = fmoe_again(side);
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
             fmoe_fetch(&side->fetch, rate);
+            if (again) fetch_again(b);
             if ((k & 15) < mr) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
                           b3 = _mm512_loadu_si512(b + 48);

@@ -73,6 +73,20 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
+/* A step of a packed panel, once more, by the first tile of those that read it. */
+static inline bool fmoe_again(fmoe_side *side)
+{
+    const bool again = side->again;
+    side->again = false;
+    return again;
+}
+
+static inline __attribute__((always_inline)) void fetch_again(const void *b)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) _mm_prefetch((const char *)b + FMOE_AGAIN + 64 * i, _MM_HINT_T0);
+}
+
 /* ---- pieces: 8 cache lines, in at most 5 registers, for 24 are sums ---- */
 
 enum { PANEL_ROW = FMOE_NB * 4 }; /* bytes */

@@ -53,6 +53,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
     const int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
     const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
     int64_t until = apart;
+    const bool again = fmoe_again(side);
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
@@ -64,6 +65,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
         int64_t offset = 0;
         for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
             fmoe_fetch(&side->fetch, rate);
+            if (again) fetch_again(b);
             if ((k & 15) < mr) /* A of the next tile, a quarter of it */
                 __builtin_prefetch(row[below + (k & 15)] + quarter + k / 16 * 64, 0, 3);
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),

@@ -20,6 +20,7 @@
 #include <string.h>
 
 #define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
+#include "_pages.h"
 #include "_pool.h"
 #include "fusedmoe.h"
 #pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without them will do */
@@ -233,7 +234,7 @@ static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims) {
 
 /* ---- One call's tensors ---------------------------------------------------------------------------------- */
 
-enum { ON_STACK = 48 };
+enum { ON_STACK = 48, ASIDE = 64 }; /* ASIDE: a workspace at the same place of a page as gradients costs 1 % */
 
 typedef struct {
     fmoe_tensor on_stack[ON_STACK], *tensors;
@@ -442,7 +443,8 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     run.flags = form & (LIST - 1);
     if (PyErr_Occurred()) return NULL;
 
-    void *owned = NULL; /* a workspace of ours */
+    void *owned = NULL; /* a workspace of ours, */
+    pool_block *pooled = NULL; /* or a large one */
     call c;
     Py_ssize_t capacity = 1;
     for (int i = 0; i < op->n; i++) {
@@ -459,6 +461,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     } a;
     memset(&a, 0, sizeof a);
     a.size = op->size;
+    const fmoe_weights *weights = NULL;
     for (int i = 0; i < op->n; i++) {
         char *field = a.bytes + op->slots[i].offset;
         const int kind = op->slots[i].kind;
@@ -469,6 +472,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
             continue;
         }
         if (kind == WEIGHTS || kind == PLAIN) {
+            if (kind == WEIGHTS && !weights) weights = (const fmoe_weights *)(const void *)field; /* the next are gradients */
             if (take_weights(&c, slots[i], kind == PLAIN ? 0 : form, (fmoe_weights *)(void *)field)) goto error;
             continue;
         }
@@ -477,6 +481,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
         const size_t n = kind == BYTES && t ? tensor_bytes(t) : 0;
         if (kind != BYTES) memcpy(field, &t, sizeof t);
         else if (n) memcpy(field, &t->data, sizeof t->data), memcpy(field + sizeof(void *), &n, sizeof n);
+        if (n && c.device.type == FMOE_CPU) pages_prefer(t->data, n);
     }
     fmoe_device device = c.device;
     const exchange_api *api = c.api;
@@ -487,7 +492,9 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
             if (!PyErr_Occurred()) fail(s);
             goto error;
         }
-        if (run.workspace_bytes && !(run.workspace = owned = malloc(run.workspace_bytes))) {
+        if (run.workspace_bytes / 4 < pool_from) run.workspace = owned = malloc(run.workspace_bytes);
+        else if ((pooled = pool_take(run.workspace_bytes + ASIDE, false))) run.workspace = (char *)pooled->data + ASIDE;
+        if (run.workspace_bytes && !run.workspace) {
             PyErr_NoMemory();
             goto error;
         }
@@ -512,12 +519,14 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     fmoe_status s;
     if (device.type == FMOE_CPU) {
         Py_BEGIN_ALLOW_THREADS
+        if (weights) pages_look_at(weights->w1), pages_look_at(weights->w2);
         s = op->run(plan, a.bytes, &run);
         Py_END_ALLOW_THREADS
     } else { /* a device only takes the work into its queue */
         s = op->run(plan, a.bytes, &run);
     }
     free(owned);
+    if (pooled) pool_give(pooled);
     release(&c);
     const char *problem = run.submit ? fmoe_npu_problem() : "";
     if (*problem) return PyErr_Format(PyExc_RuntimeError, "fusedmoe: %s", problem);
@@ -525,6 +534,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     Py_RETURN_NONE;
 error:
     free(owned);
+    if (pooled) pool_give(pooled);
     release(&c);
     return NULL;
 }
@@ -699,6 +709,11 @@ static PyObject *core_pool(PyObject *self, PyObject *none) {
     return Py_BuildValue("nnn", (Py_ssize_t)now.live, (Py_ssize_t)now.free, (Py_ssize_t)now.peak);
 }
 
+static PyObject *core_huge_pages(PyObject *self, PyObject *none) {
+    (void)self, (void)none;
+    return PyLong_FromSize_t(pages_moved());
+}
+
 static PyObject *core_pool_from(PyObject *self, PyObject *arg) {
     (void)self;
     const size_t was = pool_from, now = PyLong_AsSize_t(arg);
@@ -737,6 +752,7 @@ static PyMethodDef methods[] = {
     {"empty_cache", core_empty_cache, METH_NOARGS, "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
     {"pool", core_pool, METH_NOARGS, "Bytes in use, free, and the largest amount that was in use at once"},
     {"pool_from", core_pool_from, METH_O, "Tensors of that many bytes come from the pool; returns what was"},
+    {"huge_pages", core_huge_pages, METH_NOARGS, "Bytes of weights that were moved into huge pages"},
     {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop and GB/s of a read of memory on this CPU, measured; 0: not known"},
     {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
     {"use_queue", core_use_queue, METH_O, "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
@@ -749,6 +765,7 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fusedmoe._core", "Th
 PyMODINIT_FUNC PyInit__core(void) {
     PyObject *m = PyModule_Create(&module);
     if (!m || pool_init()) return m ? PyErr_NoMemory() : NULL;
+    pages_init();
     const char *check = getenv("FMOE_ASCEND_CHECK"); /* reads counts back, which a queue cannot do */
     use_queue = !check || !*check || !strcmp(check, "0");
     for (long i = 0; i < N_OPS; i++)

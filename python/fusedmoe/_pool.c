@@ -8,7 +8,8 @@
  *
  * - What is mapped is never more than what was in use at one time (peak): before a new block is mapped beyond it, those that have
  *   been free for the longest go.
- * - A free block is the system's to take (MADV_FREE): it counts as memory of the process until there is need of it elsewhere.
+ * - A block that has been free for a second is the system's to take (MADV_FREE) from the next request or release on: it counts as
+ *   memory of the process until there is need of it elsewhere. Not at once: that took 10 us for each huge page, at every step.
  * - The lock is held for a few loads and stores, and over a fork; a child owns its copy of all blocks.
  */
 #define _GNU_SOURCE
@@ -16,16 +17,17 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 
 size_t pool_from = (size_t)1 << 20;
 
 static const size_t HUGE_PAGE = (size_t)2 << 20;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pool_block *newest, *oldest; /* free blocks */
+static pool_block *kept;            /* the oldest of them that is not the system's */
 static pool_counts count;
 
 static void acquire(void) { pthread_mutex_lock(&lock); }
@@ -46,6 +48,7 @@ static size_t round_up(size_t bytes) {
 }
 
 static void unlink_free(pool_block *b) {
+    if (b == kept) kept = b->newer;
     *(b->newer ? &b->newer->older : &newest) = b->older;
     *(b->older ? &b->older->newer : &oldest) = b->newer;
     count.free -= b->bytes;
@@ -65,6 +68,19 @@ static void *map(size_t bytes) {
     return p + before;
 }
 
+static int64_t milliseconds(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
+
+/* Under the lock: nobody takes a block meanwhile. */
+static void offer_to_system(int64_t now) {
+#ifdef MADV_FREE
+    for (; kept && now - kept->free_since > 1000; kept = kept->newer) madvise(kept->data, kept->bytes, MADV_FREE);
+#endif
+}
+
 static size_t unmap_all(pool_block *list) {
     size_t sum = 0;
     for (pool_block *next; list; list = next) {
@@ -76,13 +92,15 @@ static size_t unmap_all(pool_block *list) {
     return sum;
 }
 
-pool_block *pool_take(size_t wanted) {
+pool_block *pool_take(size_t wanted, bool for_long) {
     if (wanted > SIZE_MAX / 2) return NULL;
-    const size_t bytes = round_up(wanted);
+    size_t bytes = round_up(wanted);
     pool_block *b, *drop = NULL;
+    const int64_t now = milliseconds();
     acquire();
-    for (b = newest; b && b->bytes != bytes; b = b->older) {}
-    if (b) unlink_free(b);
+    for (b = newest; b && (for_long ? b->bytes != bytes : b->bytes < bytes); b = b->older) {}
+    if (b) unlink_free(b), bytes = b->bytes;
+    offer_to_system(now);
     count.live += bytes;
     while (oldest && count.live + count.free > count.peak) {
         pool_block *o = oldest;
@@ -106,14 +124,14 @@ pool_block *pool_take(size_t wanted) {
 }
 
 void pool_give(pool_block *b) {
-#ifdef MADV_FREE
-    madvise(b->data, b->bytes, MADV_FREE);
-#endif
+    b->free_since = milliseconds();
     acquire();
     b->newer = NULL;
     b->older = newest;
     *(newest ? &newest->newer : &oldest) = b;
     newest = b;
+    if (!kept) kept = b;
+    offer_to_system(b->free_since);
     count.live -= b->bytes;
     count.free += b->bytes;
     release();
@@ -122,7 +140,7 @@ void pool_give(pool_block *b) {
 size_t pool_empty(void) {
     acquire();
     pool_block *list = newest;
-    newest = oldest = NULL;
+    newest = oldest = kept = NULL;
     count.free = 0;
     count.peak = count.live;
     release();
@@ -157,7 +175,7 @@ pool_block *pool_tensor(const fmoe_tensor *like) {
     if (like->ndim > POOL_RANK || !is_dense(like)) return NULL;
     size_t bytes = like->dtype.bits / 8;
     for (int i = 0; i < like->ndim; i++) bytes *= (size_t)like->shape[i];
-    pool_block *b = pool_take(bytes);
+    pool_block *b = pool_take(bytes, true);
     if (!b) return NULL;
     int64_t run = 1;
     for (int i = like->ndim - 1; i >= 0; run *= like->shape[i--]) {

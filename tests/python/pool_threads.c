@@ -17,7 +17,7 @@ static void *churn(void *arg)
 {
     const int me = (int)(size_t)arg;
     for (int i = 0; i < ROUNDS && !stop; i++) {
-        pool_block *b[2] = {pool_take((size_t)(MIB + (i + me) % 3 * MIB)), pool_take(MIB)};
+        pool_block *b[2] = {pool_take((size_t)(MIB + (i + me) % 3 * MIB), i % 2), pool_take(MIB, true)};
         for (int j = 0; j < 2; j++) *(int *)b[j]->data = 2 * me + j;
         for (int j = 0; j < 2; j++) wrong |= *(int *)b[j]->data != 2 * me + j;
         pool_give(b[0]);
@@ -32,14 +32,14 @@ int main(int argc, char **argv)
     (void)argv;
     pthread_t threads[THREADS];
     if (pool_init()) return 2;
-    pool_block *kept = pool_take(MIB);
+    pool_block *kept = pool_take(MIB, true);
     *(int *)kept->data = 7;
     for (size_t i = 0; i < THREADS; i++) pthread_create(&threads[i], NULL, churn, (void *)i);
     for (int i = 0; argc > 1 && i < 200; i++) {
         const pid_t child = fork();
         if (!child) {
             alarm(10); /* a lock that a thread held at the moment of the fork */
-            pool_block *b = pool_take(MIB);
+            pool_block *b = pool_take(MIB, true);
             const int ok = *(int *)kept->data == 7 && b;
             *(int *)kept->data = 8;
             pool_give(b);

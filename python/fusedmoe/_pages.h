@@ -1,0 +1,12 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * _pages.h - expert weights in huge pages. See _pages.c. */
+#pragma once
+#include <stddef.h>
+
+#include "fusedmoe.h"
+
+void pages_init(void);                     /* once, before anything else */
+void pages_look_at(const fmoe_tensor *w);  /* a weight (or NULL) that is about to be read, in memory of the CPU; from any thread */
+void pages_prefer(const void *, size_t);   /* where a lot of memory is about to be touched for the first time: a page fault for 2 MiB, not 4 KiB */
+size_t pages_moved(void);                  /* bytes that lie in huge pages because of it */

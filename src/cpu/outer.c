@@ -202,13 +202,20 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
     }
 }
 
-/* An expert without rows: zeros, or left alone when accumulating. */
+/* An expert without rows: zeros, past the cache as other gradients, or left alone when accumulating. */
 static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t m)
 {
     bool swapped;
     const fmoe_view v = outer_view(job, e, &swapped);
-    const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype);
-    for (int64_t n = n0; n < n0 + m; n++) memset(v.p + n * v.sn * element, 0, (size_t)(v.K * element));
+    enum { BLOCK = FMOE_NB * 4 }; /* bytes of 64 zeros */
+    static const float zeros[16][FMOE_NB];
+    const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype), bytes = v.K * element;
+    for (int64_t n = n0; n < n0 + m; n++) {
+        char *row = v.p + n * v.sn * element;
+        for (int64_t i = 0; i < bytes; i += 16 * BLOCK)
+            job->cpu->k.store_block_f32(row + i, FMOE_NB, zeros[0], fmoe_min(16, (bytes - i) / BLOCK), FMOE_NB);
+        memset(row + bytes / BLOCK * BLOCK, 0, (size_t)(bytes % BLOCK));
+    }
 }
 
 void fmoe_outer_worker(void *arg, int worker)

@@ -197,15 +197,21 @@ void check_act_backward(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, &check_table);
     const act_draw d = draw_act(index);
-    float *a = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n);
-    backward(&d.act, d.g, d.u, d.da, dg, du, a, d.n);
+    float *pa = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n);
+    const float p = check_below(2) ? 1 : (float)(0.25 + check_uniform());
+    const float dot = backward(&d.act, d.g, d.u, d.da, p, dg, du, pa, d.n);
+    double sum = 0, error = 0x1p-130;
     for (int64_t i = 0; i < d.n; i++) {
         const check_act_value v = value_at(&d, i);
-        const double da = (double)d.da[i];
-        check_near("a", i, (double)a[i], v.a, bound_at(&d, i, 0));
+        const double da = (double)p * (double)d.da[i];
+        check_near("pa", i, (double)pa[i], (double)p * v.a,
+                   (double)p * (bound_at(&d, i, 0) + U32 * fabs(v.a)) + 0x1p-130);
+        sum += (double)d.da[i] * v.a;
+        error += fabs((double)d.da[i]) * (bound_at(&d, i, 0) + check_c(d.n) * U32 * fabs(v.a));
         check_near("du", i, (double)du[i], da * v.du, fabs(da) * bound_at(&d, i, 2) + 0x1p-130);
         if (d.gated) check_near("dg", i, (double)dg[i], da * v.dg, fabs(da) * bound_at(&d, i, 1) + 0x1p-130);
     }
+    check_near("<da, a>", 0, (double)dot, sum, error);
 }
 
 void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
@@ -217,7 +223,7 @@ void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items,
         for (int i = 0; i < 200; i++) forward(&act, g, u, a, 64);
     } else {
         CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, table);
-        for (int i = 0; i < 200; i++) backward(&act, g, u, da, dg, du, a, 64);
+        for (int i = 0; i < 200; i++) backward(&act, g, u, da, 0.5f, dg, du, a, 64);
     }
     *items = 200 * 64;
     *flops = 0;

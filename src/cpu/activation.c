@@ -71,7 +71,7 @@ static void act_rows(void *arg, int64_t begin, int64_t end)
                 continue;
             }
             fmoe_load_row(k, dtype, da, at(x->a->da, r, n0), n);
-            k->act_backward(&x->act, g, u, da, dg, du, a, n);
+            k->act_backward(&x->act, g, u, da, 1.0f, dg, du, a, n);
             store_dh(x, r, n0, n, dg, du);
         }
 }

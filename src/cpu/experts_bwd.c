@@ -102,7 +102,7 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
     const int p_type = fmoe_tensor_dtype(x->weights);
     /* f32 is read and written where it lies; the other types go through these rows. */
     const bool h_f32 = p->d.dtype == FMOE_F32, direct = cpu->work_type == FMOE_F32 && x->dh && !x->interleaved;
-    float g_row[FMOE_NB], u_row[FMOE_NB], da[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], a[FMOE_NB], both[2 * FMOE_NB];
+    float g_row[FMOE_NB], u_row[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
         if (i + AHEAD < rows) fetch_row(x, r + AHEAD, n0, n);
@@ -114,13 +114,8 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
         float *dg = direct ? (float *)(void *)dh_gate : dg_row, *du = direct ? (float *)(void *)dh_up : du_row;
         if (!h_f32 && p->gated) fmoe_load_row(k, p->d.dtype, g_row, h_gate, n);
         if (!h_f32) fmoe_load_row(k, p->d.dtype, u_row, h_up, n);
-        for (int64_t j = 0; j < n; j++) da[j] = weight * c[j];
-        k->act_backward(&x->act, g, u, da, dg, du, a, n);
-        x->dp_parts[n0 / FMOE_NB * x->g->R + r] = k->dot(c, a, n);
-        if (x->pa) {
-            for (int64_t j = 0; j < n; j++) a[j] *= weight;
-            fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, a, n);
-        }
+        x->dp_parts[n0 / FMOE_NB * x->g->R + r] = k->act_backward(&x->act, g, u, c, weight, dg, du, pa, n);
+        if (x->pa) fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, pa, n);
         if (!x->dh || direct) continue;
         if (x->interleaved) {
             for (int64_t j = 0; j < n; j++) {

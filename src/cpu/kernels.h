@@ -64,9 +64,9 @@ typedef struct fmoe_act_params {
 
 /* a[i] = act(g[i], u[i]); ungated activations read u only. */
 typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, const float *u, float *a, int64_t n);
-/* Given da = dL/da: dg, du and a itself. Ungated: du only, dg is not touched. */
-typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da,
-                                  float *dg, float *du, float *a, int64_t n);
+/* Given da = dL/da: dg and du of p * da, p * a, and <da, a> in 16 partial sums. Ungated: du only, dg is not touched. */
+typedef float fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da, float p,
+                                   float *dg, float *du, float *pa, int64_t n);
 
 /* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. Whole cache lines bypass the
  * cache: a weight gradient is written once and not read soon. */

@@ -85,6 +85,13 @@ void NAME(fmoe_axpy)(float *restrict y, float s, const float *restrict x, int64_
     for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
 }
 
+static inline float add_parts(float part[16])
+{
+    for (int half = 8; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) part[j] += part[j + half];
+    return part[0];
+}
+
 float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
 {
     float part[16] = {0};
@@ -92,9 +99,7 @@ float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
     for (; i + 16 <= n; i += 16)
         for (int j = 0; j < 16; j++) part[j] += x[i + j] * y[i + j];
     for (int j = 0; i + j < n; j++) part[j] += x[i + j] * y[i + j];
-    for (int half = 8; half > 0; half /= 2)
-        for (int j = 0; j < half; j++) part[j] += part[j + half];
-    return part[0];
+    return add_parts(part);
 }
 
 /* ---- functions; NaN in gives NaN out ---- */
@@ -265,29 +270,37 @@ void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g,
     }
 }
 
-#define BACKWARD_GATED(id, fn)                                                                                         \
+#define ONE_GATED(fn, i, j)                                                                                            \
+    do {                                                                                                               \
+        const value2 v = fn(g[i], u[i], alpha, limit);                                                                 \
+        part[j] += da[i] * v.a;                                                                                        \
+        pa[i] = p * v.a;                                                                                               \
+        dg[i] = p * da[i] * v.dg;                                                                                      \
+        du[i] = p * da[i] * v.du;                                                                                      \
+    } while (0)
+#define ONE_PLAIN(fn, i, j)                                                                                            \
+    do {                                                                                                               \
+        const value v = fn(u[i]);                                                                                      \
+        part[j] += da[i] * v.f;                                                                                        \
+        pa[i] = p * v.f;                                                                                               \
+        du[i] = p * da[i] * v.df;                                                                                      \
+    } while (0)
+#define BACKWARD(id, one, fn)                                                                                          \
     case id:                                                                                                           \
-        for (int64_t i = 0; i < n; i++) {                                                                              \
-            const value2 v = fn(g[i], u[i], alpha, limit);                                                             \
-            a[i] = v.a;                                                                                                \
-            dg[i] = da[i] * v.dg;                                                                                      \
-            du[i] = da[i] * v.du;                                                                                      \
-        }                                                                                                              \
-        return;
-#define BACKWARD_PLAIN(id, fn)                                                                                         \
-    case id:                                                                                                           \
-        for (int64_t i = 0; i < n; i++) {                                                                              \
-            const value v = fn(u[i]);                                                                                  \
-            a[i] = v.f;                                                                                                \
-            du[i] = da[i] * v.df;                                                                                      \
-        }                                                                                                              \
-        return;
+        for (; i + 16 <= n; i += 16)                                                                                   \
+            for (int j = 0; j < 16; j++) one(fn, i + j, j);                                                            \
+        for (int j = 0; i + j < n; j++) one(fn, i + j, j);                                                             \
+        break;
+#define BACKWARD_GATED(id, fn) BACKWARD(id, ONE_GATED, fn)
+#define BACKWARD_PLAIN(id, fn) BACKWARD(id, ONE_PLAIN, fn)
 
-void NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
-                             const float *restrict da, float *restrict dg, float *restrict du, float *restrict a,
-                             int64_t n)
+float NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
+                              const float *restrict da, float p, float *restrict dg, float *restrict du,
+                              float *restrict pa, int64_t n)
 {
     const float alpha = act->alpha, limit = act->limit;
+    float part[16] = {0};
+    int64_t i = 0;
     switch (act->act) {
         BACKWARD_GATED(FMOE_ACT_SWIGLU, gated_silu)
         BACKWARD_GATED(FMOE_ACT_GEGLU, gated_gelu)
@@ -301,6 +314,7 @@ void NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g
         BACKWARD_PLAIN(FMOE_ACT_GELU_TANH, gelu_tanh)
         BACKWARD_PLAIN(FMOE_ACT_RELU, relu)
         BACKWARD_PLAIN(FMOE_ACT_RELU2, relu2)
-    default: return;
+    default: break;
     }
+    return add_parts(part);
 }

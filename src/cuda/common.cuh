@@ -120,7 +120,7 @@ fmoe_status fmoe_cuda_launched(const char *what);
 // ---- Launches that begin under the tail of the launch before them (9.0 and later) ----
 //
 // Such a kernel calls depend_wait() in every block before it reads or writes anything that an earlier launch touches, and
-// depend_launch() as soon as the next one may be brought in.
+// depend_launch() as soon as the next one may be brought in. (Some products begin earlier: sched_sm90.cuh.)
 
 DEV void depend_wait()
 {

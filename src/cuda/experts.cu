@@ -338,6 +338,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
         act_forward(l.dtype, p->gated, act, l.stream);
+        l.begin = SM90_AFTER;
     }
     down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), f.y);
     const View probs = tensor_view(a->weights);
@@ -376,6 +377,7 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         const Bias o = b2_bias(dw->b2);
         s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b2), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
         colsum_rows(s, l.stream);
+        l.begin = SM90_AFTER;
     }
     if (!second && dw->b1) {
         s.N = l.HC;
@@ -384,6 +386,7 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         const Bias o = b1_bias(l, p, dw->b1);
         s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b1), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
         colsum_rows(s, l.stream);
+        l.begin = SM90_AFTER;
     }
     return l.status;
 }
@@ -434,7 +437,14 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
             act.pa = b.pa;
             act.dp = a->dweights ? b.dp : nullptr;
             act_backward(l.dtype, p->gated, act, l.stream);
+            l.begin = SM90_AFTER;
         }
+    }
+    if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true));
+    if (any_dw1) FMOE_TRY(weight_grads(l, p, a, b, add, false));
+    if (a->dx) {
+        if (!any_dw1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
+        dx_product(l, b.dh, w1, b.dxr);
     }
     if (a->dweights) {
         DpArgs d = {};
@@ -450,12 +460,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         if (bias && a->w.b2) d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);
         dp_reduce(l.dtype, d, l.stream);
     }
-    if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true)); // before dx rows: p*a lies where they go
-    if (any_dw1) FMOE_TRY(weight_grads(l, p, a, b, add, false));
-    if (a->dx) {
-        dx_product(l, b.dh, w1, b.dxr);
-        combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);
-    }
+    if (a->dx) combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);
     FMOE_TRY(l.status);
     return fmoe_cuda_launched("experts backward");
 }

@@ -54,10 +54,10 @@ template <class C> struct Scheduler {
     DEV Scheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2), rank(cluster_rank()), cols((p.N + C::COLS - 1) / C::COLS) {}
     static DEV void order(int r, int rows, int cols, int &m, int &n) // groups of rows; in a group columns outside, rows inside
     {
-        const int g = r / (C::GROUP * cols), size = min(C::GROUP, rows - g * C::GROUP);
+        const int g = quotient(r, C::GROUP * cols), size = min(C::GROUP, rows - g * C::GROUP);
         r -= g * C::GROUP * cols;
-        n = r / size;
-        m = g * C::GROUP + r % size;
+        n = quotient(r, size);
+        m = g * C::GROUP + r - n * size;
     }
     DEV bool next(Tile &t)
     {
@@ -69,7 +69,7 @@ template <class C> struct Scheduler {
             // A pair shares B and takes two row tiles; where B is gathered it shares A and takes two column tiles.
             const int per_part = (p.M + C::BM - 1) / C::BM, rows = per_part * p.parts;
             const int P = C::GATHER_B ? rows : (rows + 1) / 2, Q = C::GATHER_B ? (cols + 1) / 2 : cols;
-            e = u / (P * Q);
+            e = quotient(u, P * Q);
             if (e >= p.E) return false;
             order(u - e * P * Q, P, Q, m, n);
             if (C::GATHER_B) {
@@ -164,9 +164,11 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
     const int rank = cluster_rank(), lane = threadIdx.x;
     Scheduler<C> sched(p);
     Tile t;
-    int s = 0, phase = 1;
+    int s = 0, phase = 1, before = -1;
     uint32_t cut_phase = 0;
     while (sched.next(t)) {
+        pass_half(p, before, t.e);
+        before = t.e;
         const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? offset_of<C>(p, t.e) : 0;
         const int z[2] = {C::WGRAD ? 0 : place_of(p.place_b[0], t.e), C::WGRAD ? 0 : place_of(p.place_b[1], t.e)};
         int part = 0, k = 0;
@@ -192,6 +194,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
             if (++s == C::STAGES) s = 0, phase ^= 1;
         }
     }
+    pass_half(p, before, p.E);
 }
 
 // Gather: 8 lanes copy 128 contiguous bytes of a row; a thread has the rows t/8 + 16 i, so its swizzle term is constant and every
@@ -249,12 +252,14 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
     } else {
         constexpr int BOXES = C::GATHER_B ? C::BN / 64 : C::BM / 64;
         int tok[4], next[4];
+        t.e = -1;
         auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
 #pragma unroll
             for (int i = 0; i < 4; i++) q[i] = p.tok[offset_of<C>(p, u.e) + 64 * k + row + 16 * i];
         };
         if (more) load_tokens(next, ahead, 0);
         while (more) {
+            pass_half(p, t.e, ahead.e);
             t = ahead;
 #pragma unroll
             for (int i = 0; i < 4; i++) tok[i] = next[i];
@@ -278,6 +283,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
                 end();
             }
         }
+        pass_half(p, t.e, p.E);
     }
 }
 
@@ -349,6 +355,12 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     float acc[C::SUB][C::BN / 2];
     int s = 0, phase = 0;
     uint32_t handed = 0;
+    bool told = false;
+    auto tell = [&](int e) { // before the results of a tile of expert e
+        if (!p.halves || told || e < p.E / 2) return;
+        told = true;
+        if (lane == 0) half_stored(ring.full + RING_COUNT, 8);
+    };
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
     };
@@ -411,16 +423,20 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
         if constexpr (C::EPI_WG) {
             if (t.row0 + row_wg + warp * 16 < t.end) {
                 const uint32_t i = wg * 4 + warp;
-                mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1);
+                mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1); // the tile before is stored
+                tell(t.e);
 #pragma unroll
                 for (int c = 0; c < C::BN / 64; c++) store_fragment<T>(staging + c * 2048, acc[0] + 32 * c, lane);
                 __syncwarp();
                 if (lane == 0) mbar_arrive(tile_full + 8 * i);
             }
         } else {
+            tell(t.e);
             store_tile<C>(p, t, acc, row_wg, warp, lane, out);
         }
     }
+    if (C::EPI_WG && handed) mbar_wait(tile_empty + 8 * (wg * 4 + warp), (handed & 1) ^ 1);
+    tell(p.E);
     if (!C::EPI_WG && lane == 0) tma_wait<0>();
 }
 
@@ -532,13 +548,13 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
             mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
         }
         for (int i = 0; i < 8; i++) mbar_init(tile_full + 8 * i, 1), mbar_init(tile_empty + 8 * i, 1);
+        *(int *)(smem + C::CONTROL + RING_COUNT) = 0;
         fence_barrier_init();
         if (!C::GATHER_A) tma_prefetch(&p.a);
         if (!C::GATHER_B) tma_prefetch(&p.b[0]);
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
-    depend_launch();
-    depend_wait();
+    begin(p);
     if (p.off_shared)
         for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
     __syncthreads();

@@ -2,12 +2,19 @@
 // products.cu - see products.cuh.
 #include "products.cuh"
 
-#include "sm90.cuh"
-
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
-static bool done(Layer &l, cudaError_t e)
+// Up and dh let the next product in when half of the experts are done; that may be one that reads only their rows, from the first expert
+// on. A weight gradient's own results nobody reads.
+static bool launch(Layer &l, Sm90Product product, int f32, Sm90Args &a)
 {
+    const bool fused = product <= SM90_UP_ACT || product == SM90_DH_192 || product == SM90_DH_128;
+    const bool wgrad = product == SM90_WGRAD_GATHER_A || product == SM90_WGRAD_GATHER_B, rows = product == SM90_ROWS_K || product == SM90_ROWS_N;
+    const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list; // written by a launch, perhaps the last one
+    a.begin = (wgrad || rows) && !list ? l.begin : SM90_AFTER;
+    a.halves = fused;
+    l.begin = fused || wgrad ? SM90_EARLY : SM90_AFTER;
+    const cudaError_t e = sm90_launch(product, l.dtype, f32, a, l.plan->sms, l.stream);
     if (e != cudaSuccess && l.status == FMOE_OK) l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: launch of a product failed: %s", cudaGetErrorString(e));
     return true;
 }
@@ -150,7 +157,7 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
     a.bias_g = (size_t)b.g;
     a.bias_n = b.n;
     const Sm90Product product = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
-    return done(l, sm90_launch(product, l.dtype, 0, a, l.plan->sms, l.stream));
+    return launch(l, product, 0, a);
 }
 
 bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, out); }
@@ -168,6 +175,7 @@ static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, in
     g.N = N;
     g.K = K;
     set_bias(g, b);
+    l.begin = SM90_AFTER;
     gemm_sm80(l.dtype, g, l.stream);
 }
 
@@ -232,7 +240,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     a.bias_g = (size_t)b1.g;
     a.bias_n = b1.n;
     a.bias_up = b1.split == INT64_MAX ? l.I * b1.n : b1.delta;
-    done(l, sm90_launch(product, l.dtype, 0, a, l.plan->sms, l.stream));
+    launch(l, product, 0, a);
 }
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2)
@@ -258,7 +266,7 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const vo
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
     const int tile = fmoe_cuda_dh_tile(l.I);
-    done(l, sm90_launch(tile == 192 ? SM90_DH_192 : SM90_DH_128, l.dtype, 0, a, l.plan->sms, l.stream));
+    launch(l, tile == 192 ? SM90_DH_192 : SM90_DH_128, 0, a);
     return (int)((l.I + tile - 1) / tile);
 }
 
@@ -303,7 +311,7 @@ static bool wgrad_hopper(Layer &l, const void *fixed, int64_t fixed_cols, const 
         if (m.c != 1 && m.r == 1) m = transposed(m);
     if (!grad_maps(a, l, d, parts, M, N, f32, add) || !rows_map2(gather_a ? &a.b[0] : &a.a, l, Rows{fixed, fixed_cols, fixed_cols}, 64)) return false;
     gather_from(a, gathered, ld);
-    return done(l, sm90_launch(gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, l.dtype, f32, a, l.plan->sms, l.stream));
+    return launch(l, gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, f32, a);
 }
 
 bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int f32, int add)
@@ -314,7 +322,7 @@ bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int
     const Rows &m = turn ? y : x, &n = turn ? x : y;
     const Mat d[2] = {turn ? transposed(dw) : dw, Mat{}};
     if (!grad_maps(a, l, d, 1, m.cols, n.cols, f32, add) || !rows_map2(&a.a, l, m, 64) || !rows_map2(&a.b[0], l, n, 64)) return false;
-    return done(l, sm90_launch(SM90_WGRAD_ROWS, l.dtype, f32, a, l.plan->sms, l.stream));
+    return launch(l, SM90_WGRAD_ROWS, f32, a);
 }
 
 static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
@@ -330,6 +338,7 @@ static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat
     g.D = D;
     g.out_f32 = f32;
     g.accumulate = add;
+    l.begin = SM90_AFTER;
     gemm_sm80(l.dtype, g, l.stream);
 }
 

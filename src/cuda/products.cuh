@@ -2,7 +2,7 @@
 // products.cuh - the products of the layer over the row map: each runs on Hopper where its operands allow and on the general
 // kernel where they do not. Both write the same layout, so they mix freely.
 #pragma once
-#include "act.cuh"
+#include "sm90.cuh"
 
 // Weights as the products see them: one matrix in the order of h's columns, or gate and up apart.
 struct Weight {
@@ -23,6 +23,7 @@ struct Layer {
     bool ragged; // groups begin and end anywhere (grouped matmul)
     FastAct act;
     RowMap map;
+    Sm90Begin begin;    // of the next product, as the last launch left it
     fmoe_status status; // of the launches so far
 };
 

@@ -12,6 +12,9 @@ static constexpr size_t SM90_MAX_SMEM = 232448;
 static constexpr int SM90_BOX_ACT = 64, SM90_BOX = 128;
 static constexpr int SM90_PIECE = 3; // tokens_sm90: units of 16 rows that are stored at once
 
+// When a product may begin to read: when the launch before it has ended; or as soon as that one lets it in (sched_sm90.cuh).
+enum Sm90Begin { SM90_AFTER, SM90_EARLY };
+
 struct Place { // of each expert's matrix in the outermost dimension of its map: its number, or for a list multiples of 2^shift bytes
     const MatEntry *list;
     uintptr_t base;
@@ -46,6 +49,8 @@ struct Sm90Args {
     int ragged;             // an expert's rows begin and end anywhere
     int off_shared;         // set by the launch: the offsets have a copy in shared memory
     int tokens;             // tokens on the N side (tokens_sm90.cuh)
+    Sm90Begin begin;
+    int halves;             // lets the next launch in when half of the experts are in memory
 };
 
 enum Sm90Product {

@@ -70,16 +70,16 @@ template <class C> struct TokenScheduler {
             n = 2 * r + rank;
             if (n >= tiles) n = tiles - 1, t.live = 0;
         } else { // groups of pairs of pieces; in a group features outside, pieces inside
-            const int pairs = pieces / 2, g = r / (C::GROUP * tiles), size = min(C::GROUP, pairs - g * C::GROUP);
+            const int pairs = pieces / 2, g = quotient(r, C::GROUP * tiles), size = min(C::GROUP, pairs - g * C::GROUP);
             r -= g * C::GROUP * tiles;
-            n = r / size;
-            m = 2 * (g * C::GROUP + r % size) + rank;
+            n = quotient(r, size);
+            m = 2 * (g * C::GROUP + r - n * size) + rank;
         }
-        const int begin = m * units / pieces, end = (m + 1) * units / pieces;
+        const int least = quotient(units, pieces), more = units - least * pieces, begin = m * least + min(m, more); // the larger pieces first, so that pairs are equal
         t.e = e;
         t.n0 = n * C::COLS;
         t.row0 = first + begin * 16;
-        t.units = end - begin;
+        t.units = least + (m < more);
         t.rows = (p.ragged ? rows : units * 16) - begin * 16;
         u += gridDim.x / 2;
         return true;
@@ -133,7 +133,10 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
     if constexpr (!C::GATHER) {
         if (thread != 0) return;
         TokenTile t;
+        int before = -1;
         while (sched.next(t)) {
+            pass_half(p, before, t.e);
+            before = t.e;
             const uint32_t bytes = C::A_BYTES + t.units * 2048;
             const int z[2] = {place_of(p.place_b[0], t.e), place_of(p.place_b[1], t.e)};
             for (int part = 0; part < p.parts; part++)
@@ -144,6 +147,7 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
                     if (++s == C::STAGES) s = 0, phase ^= 1;
                 }
         }
+        pass_half(p, before, p.E);
     } else {
         // As in gemm_sm90.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
         const int row = thread / 8, c = thread & 7;
@@ -217,6 +221,7 @@ template <class C> struct TokenConsumer {
     {
         static_assert(UNITS <= C::MAX_UNITS, "more tokens than a stage holds");
         int last = 0;
+        const int look = min(1, steps - 1);
         for (int k = 0; k < steps; k++) {
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async();
@@ -228,12 +233,12 @@ template <class C> struct TokenConsumer {
 #pragma unroll
                 for (int m = 0; m < 2; m++) wgmma<T, 16 * UNITS, C::TA, 0>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * 2, (k | kk) != 0);
             wgmma_commit();
+            if (k == look) more = sched.next(ahead); // some 500 cycles, under the products
             wgmma_wait<1>();
             if (k) release(last);
             last = s;
             advance();
         }
-        more = sched.next(ahead); // while the last products run
         wgmma_wait<0>();
         release(last);
 #pragma unroll
@@ -362,6 +367,11 @@ template <class C> struct TokenConsumer {
     DEV void run()
     {
         const int steps = p.k_steps * p.parts;
+        bool told = !p.halves;
+        auto tell = [&] {
+            if (!told && warp == 0 && lane == 0) half_stored(ring.full + RING_COUNT, 2);
+            told = true;
+        };
         more = sched.next(ahead);
         while (more) {
             const TokenTile t = ahead.uniform();
@@ -375,9 +385,11 @@ template <class C> struct TokenConsumer {
                 continue;
             }
             multiply_any(t.units, steps);
+            if (t.e >= p.E / 2) tell();
             if constexpr (C::EPI == TOK_SWIGLU) store_swiglu(t);
             else store(t);
         }
+        tell();
         if (warp == 0 && lane == 0) tma_wait<0>();
     }
 };
@@ -392,12 +404,12 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
             mbar_init(ring.full + 8 * s, C::GATHER ? 129 : 1);
             mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
         }
+        *(int *)(smem + C::CONTROL + RING_COUNT) = 0;
         fence_barrier_init();
         tma_prefetch(&p.b[0]);
         tma_prefetch(&p.d[0]);
     }
-    depend_launch();
-    depend_wait();
+    begin(p);
     if (p.off_shared)
         for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
     __syncthreads();

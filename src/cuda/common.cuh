@@ -80,6 +80,13 @@ struct Mat {
 
 // ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or 1) ----
 
+// Of a product that lets the next one in early (sched_sm90.cuh): its CTAs that have the first half of the experts in memory, and whether
+// all have. Zero before its launch.
+struct Ready {
+    unsigned ctas, all;
+};
+static constexpr int kReady = 2; // such products of a pass: up, which a backward may have to repeat, and dh
+
 struct RowMap {
     int *off;    // [E+1] first row of each segment
     int *cnt;    // [E] rows of each expert, padding not counted
@@ -89,6 +96,7 @@ struct RowMap {
     int *ntile;  // [1]
     int2 *tile;  // tiles of FMOE_CUDA_TILE_M rows: expert, first row
     int *part;   // [blocks][E] scratch
+    Ready *ready; // [kReady], or NULL: the sort makes them zero
 };
 
 // Errors found on the device, in memory both sides see.
@@ -175,6 +183,7 @@ struct SortArgs {
 };
 size_t rowmap_part_count(int64_t R, int64_t E);
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s);
+void rowmap_clear(Ready *ready, cudaStream_t s); // [kReady], where there is no sort to do it
 // The same, with the map and the counts written to the caller's tensors too.
 void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s);
 void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s);

@@ -45,6 +45,7 @@ static Lists carve_lists(fmoe_carve *c, int64_t E, bool backward)
 
 struct Forward {
     RowMap map;
+    Ready *ready;
     Lists lists;
     int *part;
     void *a, *h, *y;
@@ -53,6 +54,7 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, bool map)
 {
     Forward f = {};
     f.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(l.R, l.E), 4);
+    f.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
@@ -63,6 +65,7 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, bool map)
 
 struct Backward {
     RowMap map; // of no tokens
+    Ready *ready;
     Lists lists;
     void *h, *dh, *dxr, *pa, *da;
     float *dp;
@@ -71,6 +74,7 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, bool recompute)
 {
     Backward b = {};
     const size_t size = l.dtype == FMOE_F32 ? 4 : 2;
+    b.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
     b.lists = carve_lists(c, l.E, true);
     if (recompute) b.h = take_rows(c, l, l.HC);
     b.dh = take_rows(c, l, l.HC);
@@ -322,6 +326,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = a->saved && !recompute ? take_rows(&s, l, l.HC) : nullptr;
     l.map = f.map;
+    l.map.ready = l.ready = f.ready;
     sort_rows(l, p, a, f.part);
 
     Weight w1;
@@ -420,6 +425,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     const bool any_dw1 = dw->w1 || dw->gate || dw->up || dw->b1, any_dw2 = dw->w2 || dw->down || dw->b2;
 
     int parts = 1;
+    l.ready = b.ready;
+    if (fused) rowmap_clear(l.ready, l.stream);
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);

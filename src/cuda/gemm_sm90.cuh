@@ -359,7 +359,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     auto tell = [&](int e) { // before the results of a tile of expert e
         if (!p.halves || told || e < p.E / 2) return;
         told = true;
-        if (lane == 0) half_stored(ring.full + RING_COUNT, 8);
+        if (lane == 0) half_stored(p, ring.full + RING_COUNT, 8);
     };
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);

@@ -11,9 +11,11 @@ static bool launch(Layer &l, Sm90Product product, int f32, Sm90Args &a)
     const bool fused = product <= SM90_UP_ACT || product == SM90_DH_192 || product == SM90_DH_128;
     const bool wgrad = product == SM90_WGRAD_GATHER_A || product == SM90_WGRAD_GATHER_B, rows = product == SM90_ROWS_K || product == SM90_ROWS_N;
     const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list; // written by a launch, perhaps the last one
+    if (fused) l.readies++;
     a.begin = (wgrad || rows) && !list ? l.begin : SM90_AFTER;
     a.halves = fused;
-    l.begin = fused || wgrad ? SM90_EARLY : SM90_AFTER;
+    a.ready = l.readies ? &l.ready[l.readies - 1] : nullptr;
+    l.begin = fused || (wgrad && l.readies) ? SM90_EARLY : SM90_AFTER;
     const cudaError_t e = sm90_launch(product, l.dtype, f32, a, l.plan->sms, l.stream);
     if (e != cudaSuccess && l.status == FMOE_OK) l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: launch of a product failed: %s", cudaGetErrorString(e));
     return true;

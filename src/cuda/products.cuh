@@ -24,6 +24,8 @@ struct Layer {
     FastAct act;
     RowMap map;
     Sm90Begin begin;    // of the next product, as the last launch left it
+    Ready *ready;       // [readies] of the products so far that let the next one in early
+    int readies;
     fmoe_status status; // of the launches so far
 };
 

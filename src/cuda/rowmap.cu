@@ -200,6 +200,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
             for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, all[e]);
         __syncthreads();
     }
+    if (m.ready && blockIdx.x == 0 && threadIdx.x < kReady) m.ready[threadIdx.x] = Ready{};
     auto offset = [&](int e) { return FEW ? begin_at[e] : m.off[e]; };
     auto count = [&](int e) { return FEW ? all[e] : m.cnt[e]; };
     const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
@@ -296,6 +297,15 @@ void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const
                                            : sort_place<1, 4, false>;
     launch_overlapped(place, dim3(blocks), kSortThreads, (size_t)warps * turn * 4, 1, s, a.ids, p, map, few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
 }
+
+__global__ void ready_clear(Ready *ready)
+{
+    depend_wait();
+    depend_launch();
+    ready[threadIdx.x] = Ready{};
+}
+
+void rowmap_clear(Ready *ready, cudaStream_t s) { launch_overlapped(ready_clear, dim3(1), kReady, 0, 1, s, ready); }
 
 void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }
 

@@ -17,22 +17,35 @@ template <class C> DEV int offset_of(const Sm90Args &p, int e)
 // when what it has of the first half of the experts is in memory. Tiles come in the order of experts, so the next product can multiply
 // that half while the last tiles of this one are under way; before it comes to the other half it waits for the launch as a whole.
 // Every kernel lets the next one in after its own wait, so that a kernel shares the device with one other at most.
+// Being let in does not make results visible (only depend_wait() does): p.ready hands them over, by release and acquire. It is always
+// there when a CTA comes in; the loop is for the memory model.
 
 DEV void begin(const Sm90Args &p)
 {
-    if (p.begin == SM90_AFTER) depend_wait();
-    if (p.begin == SM90_AFTER && !p.halves) depend_launch();
+    if (p.begin == SM90_AFTER) {
+        depend_wait();
+        if (!p.halves) depend_launch();
+        return;
+    }
+    unsigned all;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(all) : "l"(&p.ready->all) : "memory");
+    while (!all);
+    asm volatile("fence.proxy.async;" ::: "memory"); // TMA reads them
 }
 
 static constexpr int RING_COUNT = 56; // after the barriers of up to seven stages
 
 // The threads that store, each once, before the first tile of the second half or at the end. count: in shared memory, at first 0.
-DEV void half_stored(uint32_t count, int storing)
+DEV void half_stored(const Sm90Args &p, uint32_t count, int storing)
 {
     int before;
+    unsigned ctas;
     tma_wait<0>(); // not only read: in memory
     asm volatile("fence.proxy.async;\nfence.acq_rel.gpu;\natom.shared.add.s32 %0, [%1], 1;" : "=r"(before) : "r"(count) : "memory");
-    if (before + 1 == storing) depend_launch();
+    if (before + 1 != storing) return;
+    asm volatile("fence.acq_rel.gpu;\natom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(ctas) : "l"(&p.ready->ctas) : "memory");
+    if (ctas + 1 == gridDim.x) asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(&p.ready->all) : "memory");
+    depend_launch();
 }
 
 // The threads that load, between tiles of expert `from` (at first -1) and `to` (at last p.E).

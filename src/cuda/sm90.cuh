@@ -51,6 +51,7 @@ struct Sm90Args {
     int tokens;             // tokens on the N side (tokens_sm90.cuh)
     Sm90Begin begin;
     int halves;             // lets the next launch in when half of the experts are in memory
+    Ready *ready;           // halves: its own; SM90_EARLY: that of the product whose results it reads
 };
 
 enum Sm90Product {

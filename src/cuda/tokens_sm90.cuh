@@ -369,7 +369,7 @@ template <class C> struct TokenConsumer {
         const int steps = p.k_steps * p.parts;
         bool told = !p.halves;
         auto tell = [&] {
-            if (!told && warp == 0 && lane == 0) half_stored(ring.full + RING_COUNT, 2);
+            if (!told && warp == 0 && lane == 0) half_stored(p, ring.full + RING_COUNT, 2);
             told = true;
         };
         more = sched.next(ahead);

@@ -38,7 +38,7 @@ typedef struct {
 static weight seen[SLOTS]; /* by address: one that has the slot of another takes it; new memory at an old address is not noticed */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static atomic_size_t moved;
-static bool off;
+static atomic_bool off;
 
 static uintptr_t up(uintptr_t at) { return (at + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 static uintptr_t down(uintptr_t at) { return at / HUGE_PAGE * HUGE_PAGE; }
@@ -69,17 +69,17 @@ static void move(weight *w) {
     static int64_t began, spent;
     int64_t now = now_ns();
     if (!began) began = now;
-    const int pagemap = spent > 500000000 + (now - began) / 10 ? -1 : open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
-    if (pagemap < 0) return;
-    for (; w->at < w->end && spent <= 500000000 + (now - began) / 10; w->at += HUGE_PAGE) {
-        if (!is_ours_alone(pagemap, w->at)) continue;
-        const int refused = madvise((void *)w->at, HUGE_PAGE, COLLAPSE) ? errno : 0;
+    if (spent > 500000000 + (now - began) / 10) return;
+    const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    off = pagemap < 0;
+    for (; !off && w->at < w->end && spent <= 500000000 + (now - began) / 10; w->at += HUGE_PAGE) {
+        const int refused = !is_ours_alone(pagemap, w->at) ? EPERM : madvise((void *)w->at, HUGE_PAGE, COLLAPSE) ? errno : 0;
         if (!refused) moved += HUGE_PAGE;
         else if (refused == EINVAL || refused == ENOMEM) w->end = w->at; /* not on this system, or no huge page is left */
         const int64_t then = now;
         spent += (now = now_ns()) - then;
     }
-    close(pagemap);
+    if (!off) close(pagemap);
 }
 
 void pages_prefer(const void *data, size_t bytes) {

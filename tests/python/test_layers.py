@@ -22,6 +22,7 @@ VERSION = Version(transformers.__version__)
 NEW = Version("5.13") <= VERSION  # routers return logits, weights and ids since then
 CLASSES = table.classes()
 LISTED = table.listed(ROOT / "docs/models.md")
+TABLE = (ROOT / "docs/models.md").read_text().partition(f"<!-- transformers {VERSION} -->")[2].partition("<!-- end -->")[0]
 if transformers.__version__ not in LISTED and Version("5.6") > VERSION:
     pytest.skip("some models' own forwards are wrong before 5.6 (HunYuan, Phi-MoE), or others", allow_module_level=True)
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
@@ -33,6 +34,8 @@ def test_every_layer(directory):
         assert max(row.get("f32", [0])) <= 2e-6, row
         assert row["experts"] != "left alone" or directory in table.NOTES, row
         assert row["router"] == "fused" or directory in table.NOTES or not NEW, row
+        words = directory, " ".join(CLASSES[directory]), row["layer"], row["experts"], row["router"]
+        assert not TABLE or f"| {' | '.join(words)} |" in TABLE, f"docs/models.md has it otherwise: {words}"
 
 
 def test_every_class_was_looked_at():

@@ -492,7 +492,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
             if (!PyErr_Occurred()) fail(s);
             goto error;
         }
-        if (run.workspace_bytes / 4 < pool_from) run.workspace = owned = malloc(run.workspace_bytes);
+        if (run.workspace_bytes / 16 < pool_from) run.workspace = owned = malloc(run.workspace_bytes);
         else if ((pooled = pool_take(run.workspace_bytes + ASIDE, false))) run.workspace = (char *)pooled->data + ASIDE;
         if (run.workspace_bytes && !run.workspace) {
             PyErr_NoMemory();

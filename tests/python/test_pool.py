@@ -155,13 +155,13 @@ def test_memory_that_stays_free_is_the_systems():
 
 def test_a_workspace_lies_where_a_gradient_will_be():
     """No page fault in a step, and no block beside the gradients but where all of them are in use."""
-    T, H, I, E, k = 2048, 256, 512, 4, 2  # gradients of 4 and 2 MB, a workspace of more than those
+    T, H, I, E, k = 4096, 256, 512, 4, 2  # gradients of 4 and 2 MB, a workspace of more than those
     r = lambda *s: (torch.randn(*s) * 0.1).requires_grad_()  # noqa: E731
     tensors = r(T, H), torch.randint(0, E, (T, k)), torch.rand(T, k), r(E, 2 * I, H), r(E, H, I)
     want = [g.clone() for g in grads(*tensors)]
     plan = ops._plan(ops.EXPERTS, torch.float32, torch.device("cpu"), torch.get_num_threads(), H, I, E, k=k)
     workspace = _core.workspace_bytes(plan, 1, T)
-    assert workspace >= 8 * MB
+    assert workspace >= 16 * MB
     live, free, peak = _core.pool()
     assert live == 6 * MB and live + free <= peak and workspace <= free <= 1.3 * workspace + MB
     for _ in range(3):

@@ -11,7 +11,7 @@ typedef struct form {
 static form form_of(const check_kernel *k)
 {
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
-                           strstr(k->field, "outer_bf16") || strstr(k->field, "quads_bf16"),
+                           strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") || strstr(k->field, "quads_bf16"),
                   .quads = strstr(k->field, "quads") != NULL};
 }
 
@@ -268,6 +268,62 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
     fmoe_side nothing = {0};
     for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
+    *items = 20;
+    *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
+}
+
+/* ---- the same by weights where they lie: the bits of the packed ones ---- */
+
+void check_gemm_lying(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(lying, fmoe_gemm_lying_fn, k, &check_table);
+    product p;
+    do draw_product(&p, k, index);
+    while (p.a_step != 4);
+    fill_product(&p);
+    const int64_t unit = p.pairs ? 2 : 4, apart = (FMOE_NB + check_below(3) * 16) * unit;
+    const size_t bytes = (size_t)((p.kc - 1) * apart + FMOE_NB * unit), room = (size_t)panel_units(p.f, p.kc) * 4;
+    char *w = check_guarded(bytes, (size_t)unit), *panel = check_guarded(room, 4);
+    for (int64_t i = 0; i < p.kc; i++)
+        for (int64_t n = 0; n < FMOE_NB; n++)
+            memcpy(w + i * apart + n * unit, (char *)p.panel + panel_at(p.f, 64, p.kc, i, n) * unit, (size_t)unit);
+    const int first = (int)check_below(2);
+    float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
+    for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
+        want[i] = p.c[i] = (float)(2 * check_uniform() - 1);
+    const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
+    fmoe_side side = {.fetch = {.at = edge,
+                                .half = {edge, edge},
+                                .step = 64,
+                                .advance = 256,
+                                .length = 8,
+                                .in_run = 8,
+                                .per_half = 1,
+                                .left = check_below(9)}},
+              nothing = {0};
+    fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
+    gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
+    lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &side);
+    for (int64_t i = 0; i < p.rows * FMOE_NB && !check_failed(); i++) {
+        const int64_t at = i / FMOE_NB * p.ldc + i % FMOE_NB;
+        if (memcmp(&p.c[at], &want[at], 4))
+            check_fail("c[%" PRId64 "] is %a, packed %a", at, (double)p.c[at], (double)want[at]);
+    }
+    if (p.rows > FMOE_MR && memcmp(panel, p.panel, room)) check_fail("the panel it leaves is not the packed one");
+    if (side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -side.fetch.left);
+}
+
+void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(lying, fmoe_gemm_lying_fn, k, table);
+    enum { ROWS = 48 };
+    static char w[FMOE_PANEL_BYTES], panel[FMOE_PANEL_BYTES] __attribute__((aligned(64)));
+    static float a[ROWS][FMOE_KC], c[ROWS * FMOE_NB];
+    const int64_t unit = form_of(k).pairs ? 2 : 4, kc = FMOE_PANEL_BYTES / FMOE_NB / unit;
+    const void *rows[ROWS];
+    for (int i = 0; i < ROWS; i++) rows[i] = a[i];
+    fmoe_side nothing = {0};
+    for (int i = 0; i < 20; i++) lying(ROWS, kc, rows, w, FMOE_NB * unit, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
 }

@@ -276,6 +276,31 @@ static void side_fetch_packed(const fmoe_cpu_plan *cpu, const step *s, int64_t r
     w->slow = rows >= FEW_ROWS;
 }
 
+/* Multiplied where it lies (gemm_lying): columns that are neighbours, whole panels of them. */
+static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const step *s)
+{
+    const bool regular = !cpu->gather && !is_packed(s) && s->n_v == 1 && !along_k(s) && s->n % FMOE_NB == 0;
+    if (!regular || s->dtype != cpu->work_type || s->a->dtype != cpu->work_type) return NULL;
+    return cpu->pairs ? cpu->k.gemm_lying_bf16 : cpu->k.gemm_lying_f32;
+}
+
+static bool to_pack(const fmoe_cpu_plan *cpu, const step *s) { return !is_packed(s) && !lying(cpu, s); }
+
+/* Let it fetch the lines of panel j of such a step. */
+static void side_fetch_lying(const step *s, int64_t j, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    fmoe_walk *w = &side->fetch;
+    w->at = w->half[0] = chunk_at(s, 0) + j * FMOE_NB * element;
+    w->step = s->v[0].sk * element;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = w->in_run = (int32_t)(FMOE_NB * element / LINE);
+    w->per_half = (int32_t)(s->kc / 8);
+    w->left = (int64_t)w->length * w->per_half;
+}
+
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
  * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
 static void side_fetch(const step *before, const step *s, int64_t rows, fmoe_side *side)
@@ -346,6 +371,24 @@ static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
     side->fetch.left += fetch;
 }
 
+/* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a panel
+ * of it is multiplied, the next one is fetched. */
+static void multiply_lying(const line *l, const step *s, const step *then)
+{
+    fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = panels_in(s);
+    const void *a[FMOE_TASK_ROWS];
+    for (int64_t i = 0; i < s->rows; i++)
+        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) + (s->a_column + s->k0) * element;
+    for (int64_t j = 0; j < panels; j++) {
+        fmoe_side side = {0};
+        if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
+        else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
+        gemm(s->rows, s->kc, a, chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
+             l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
+    }
+}
+
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
 static void multiply(const line *l, const step *s, const char *panel, fmoe_side *side)
 {
@@ -381,7 +424,7 @@ static const step *line_next(line *l)
 {
     if (l->n < 0) {
         for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
-        if (l->n && !is_packed(&l->steps[0])) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+        if (l->n && to_pack(l->cpu, &l->steps[0])) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
     } else {
         char *const used = l->panel[0];
         l->panel[0] = l->panel[1];
@@ -392,7 +435,12 @@ static const step *line_next(line *l)
     }
     if (l->n <= 0) return NULL;
     const step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
-    const bool pack = l->n > 1 && !is_packed(then);
+    const bool pack = l->n > 1 && to_pack(l->cpu, then);
+    if (lying(l->cpu, now)) {
+        multiply_lying(l, now, l->n > 1 ? then : NULL);
+        if (pack) pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+        return now;
+    }
     fmoe_side side = {.again = is_packed(now) && now->rows < FEW_ROWS};
     if (pack && in_quads(l->cpu, now) == in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
     const bool whole = pack && side.pack.left == 0;

@@ -129,6 +129,31 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #define PANEL float
 #include "cpu/tiles.h"
 
+enum { UNIT = 1 };
+
+static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
+{
+    (void)step;
+    (void)whole;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) b[j] = _mm512_loadu_ps(w + 64 * j);
+}
+
+static inline __m512 lying_dot(__m512 acc, const char *a, bool whole, __m512 b)
+{
+    (void)whole;
+    return _mm512_fmadd_ps(_mm512_set1_ps(*(const float *)(const void *)a), b, acc);
+}
+
+#include "cpu/lying_avx512.h"
+
+void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
+                                void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, side);
+    run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, side, 1);
+}
+
 void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                           int64_t ldc, int first, fmoe_side *side)
 {

@@ -93,6 +93,34 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #define PANEL uint32_t
 #include "cpu/tiles.h"
 
+enum { UNIT = 2 };
+
+static inline __attribute__((always_inline)) void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
+{
+    const __m512i lower = _mm512_loadu_si512(lower_words), upper = _mm512_loadu_si512(upper_words);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+        const __m512i even = _mm512_loadu_si512(w + 64 * j),
+                      odd = whole ? _mm512_loadu_si512(w + step + 64 * j) : _mm512_setzero_si512();
+        b[2 * j] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, lower, odd));
+        b[2 * j + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, upper, odd));
+    }
+}
+
+static inline __m512 lying_dot(__m512 acc, const char *a, bool whole, __m512 b)
+{
+    return dot_pairs(acc, whole ? load_pair(a) : load_single(a), _mm512_castps_si512(b));
+}
+
+#include "cpu/lying_avx512.h"
+
+void fmoe_gemm_lying_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
+                                      void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, side);
+    run_tiles(PAIRS, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, side, 1);
+}
+
 void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
                                 float *c, int64_t ldc, int first, fmoe_side *side)
 {

@@ -39,6 +39,11 @@ enum {
 typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                           int64_t ldc, int first, fmoe_side *side);
 
+/* The same with a panel that is not packed yet: its columns lie at w, neighbours in memory, w_step bytes from one k to
+ * the next, in the type that is multiplied. `panel` is room for it; a's rows are f32 or bf16 (a_step 4). */
+typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
+                                void *panel, float *c, int64_t ldc, int first, fmoe_side *side);
+
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours
  * in k. */

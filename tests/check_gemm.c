@@ -11,7 +11,8 @@ typedef struct form {
 static form form_of(const check_kernel *k)
 {
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
-                           strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") || strstr(k->field, "quads_bf16"),
+                           strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") ||
+                           strstr(k->field, "quads_bf16"),
                   .quads = strstr(k->field, "quads") != NULL};
 }
 

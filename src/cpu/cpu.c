@@ -177,7 +177,10 @@ typedef struct parts_run {
 static void parts_worker(void *arg, int worker)
 {
     const parts_run *run = arg;
-    for (int i = 0; i < run->n; i++) run->parts[i].fn(run->parts[i].arg, worker);
+    for (int i = 0; i < run->n; i++) {
+        const fmoe_part *part = &run->parts[(i + worker % 2) % run->n];
+        part->fn(part->arg, worker);
+    }
 }
 
 void fmoe_parallel_parts(const fmoe_plan_impl *p, const fmoe_part *parts, int n)

@@ -47,7 +47,9 @@ int fmoe_cpu_count(void);
 void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg);
 
 /* Work that does not wait for one another, as one pool of tasks: every worker goes through the parts in order, and what
- * one part leaves idle at its end the next one takes. */
+ * one part leaves idle at its end the next one takes. Every second worker begins with the second part: where one reads
+ * weights while another writes gradients, memory does more than both after one another (a quarter of the time at 2 rows
+ * an expert). */
 typedef struct fmoe_part {
     void (*fn)(void *arg, int worker);
     void *arg;

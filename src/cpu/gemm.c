@@ -371,8 +371,8 @@ static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
     side->fetch.left += fetch;
 }
 
-/* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a panel
- * of it is multiplied, the next one is fetched. */
+/* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a
+ * panel of it is multiplied, the next one is fetched. */
 static void multiply_lying(const line *l, const step *s, const step *then)
 {
     fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);

@@ -187,6 +187,7 @@ void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void
         for (int64_t k = 0; k < kc; k++) {                                                                             \
             float *dst = (float *)panel + k * FMOE_NB + col;                                                           \
             if (k + PACK_AHEAD < kc) fetch_row(rows[k + PACK_AHEAD], n *element_bytes);                                \
+            fetch_beside(rows[k], n *element_bytes);                                                                   \
             for (int64_t j = 0; j < n; j += 16) {                                                                      \
                 const __mmask16 m = first_n(n - j);                                                                    \
                 _mm512_mask_storeu_ps(dst + j, m, load16_##type((const char *)rows[k] + j * element_bytes, m));        \

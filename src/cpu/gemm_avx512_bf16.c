@@ -154,6 +154,8 @@ void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
         const uint16_t *even = rows[k], *odd = k + 1 < kc ? rows[k + 1] : NULL;
         for (int64_t ahead = k + PACK_AHEAD; ahead < fmoe_min(kc, k + PACK_AHEAD + 2); ahead++)
             fetch_row(rows[ahead], 2 * n);
+        fetch_beside(even, 2 * n);
+        if (odd) fetch_beside(odd, 2 * n);
         for (int64_t j = 0; j < n; j += 32) {
             const int64_t nj = fmoe_min(32, n - j);
             const __mmask32 m = nj == 32 ? 0xffffffffu : (1u << nj) - 1u;

@@ -25,6 +25,12 @@ static inline void fetch_row(const void *row, int64_t bytes)
     for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T0);
 }
 
+/* What lies after n columns of a row is packed next, as a rule. */
+static inline void fetch_beside(const void *row, int64_t bytes)
+{
+    for (int64_t b = bytes; b < 2 * bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T1);
+}
+
 /* Sixteen columns are read side by side, 64 bytes each at a time: fetch what comes PACK_AHEAD_BYTES later, which near
  * the end of the chunk is the start of the next sixteen. */
 static inline __attribute__((always_inline)) void fetch_cols(const void *const *cols, int64_t j0, int64_t n, int64_t at,

@@ -69,7 +69,7 @@ static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, 
             if (whole) {                                                                                               \
                 _Alignas(64) char row[FMOE_NB * bytes];                                                                \
                 convert(row, c, n);                                                                                    \
-                stream_out(to, row, (size_t)n * bytes);                                                                \
+                stream_out(to, row, (size_t)n *bytes);                                                                 \
             } else {                                                                                                   \
                 convert(to, c, n);                                                                                     \
             }                                                                                                          \

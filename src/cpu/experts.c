@@ -107,7 +107,7 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
     const int64_t he = (int64_t)fmoe_dtype_size(dtype), we = (int64_t)fmoe_dtype_size(work);
     const bool interleaved = u->p->gated && u->whole;
     const int64_t i0 = interleaved ? n0 / 2 : n0, ni = interleaved ? n / 2 : n; /* columns of I */
-    float bias[FMOE_NB] = {0}, gate[FMOE_NB], up[FMOE_NB], a[FMOE_NB];
+    float bias[FMOE_NB] = {0}, gate[FMOE_NB], up[FMOE_NB];
     if (u->b1) block_bias(u, e, n0, n, bias);
     for (int64_t i = 0; i < rows && (u->b1 || interleaved); i++) {
         float *const of_row = c + i * FMOE_NB;
@@ -133,10 +133,7 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
         if (u->p->gated) fmoe_store_row(k, dtype, h + i * h_cols * he, c + i * FMOE_NB, ni);
         fmoe_store_row(k, dtype, h_up + i * h_cols * he, v + i * FMOE_NB, ni);
     }
-    for (int64_t i = 0; i < rows && u->a; i++) {
-        k->act_forward(&u->act, c + i * FMOE_NB, v + i * FMOE_NB, a, ni);
-        fmoe_store_row(k, work, u->a + ((row + i) * I + i0) * we, a, ni);
-    }
+    if (u->a) k->act_block(&u->act, c, v, rows, ni, u->a + (row * I + i0) * we, I, work);
 }
 
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,

@@ -73,6 +73,11 @@ typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, con
 typedef float fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da, float p,
                                    float *dg, float *du, float *pa, int64_t n);
 
+/* The activation of a block of sums: m rows, FMOE_NB floats apart in g and u, to rows of a that are `stride` elements
+ * apart, f32 or bf16. */
+typedef void fmoe_act_block_fn(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n,
+                               void *a, int64_t stride, int dtype);
+
 /* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. Whole cache lines bypass the
  * cache: a weight gradient is written once and not read soon. */
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n);

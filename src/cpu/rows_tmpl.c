@@ -249,8 +249,8 @@ static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
         for (int64_t i = 0; i < n; i++) a[i] = fn(u[i]).f;                                                             \
         return;
 
-void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
-                            float *restrict a, int64_t n)
+static inline __attribute__((always_inline)) void act_row(const fmoe_act_params *act, const float *restrict g,
+                                                          const float *restrict u, float *restrict a, const int64_t n)
 {
     const float alpha = act->alpha, limit = act->limit;
     switch (act->act) {
@@ -267,6 +267,31 @@ void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g,
         FORWARD_PLAIN(FMOE_ACT_RELU, relu)
         FORWARD_PLAIN(FMOE_ACT_RELU2, relu2)
     default: return;
+    }
+}
+
+void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
+                            float *restrict a, int64_t n)
+{
+    act_row(act, g, u, a, n);
+}
+
+/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know; rows of a lie pages apart,
+ * so those to come are fetched. 34 to 25 ns a row: half a point of the ceiling at 512 rows an expert. */
+void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n, void *a,
+                          int64_t stride, int dtype)
+{
+    enum { AHEAD = 6 };
+    const int64_t bytes = stride * (dtype == FMOE_BF16 ? 2 : 4), half = FMOE_NB / 2;
+    char *to = a;
+    for (int64_t i = 0; i < m; i++, to += bytes, g += FMOE_NB, u += FMOE_NB) {
+        float row[FMOE_NB];
+        if (i + AHEAD < m) __builtin_prefetch(to + AHEAD * bytes, 1, 3);
+        if (n == half) act_row(act, g, u, row, half);
+        else act_row(act, g, u, row, n);
+        if (dtype != FMOE_BF16) memcpy(to, row, (size_t)n * sizeof *row);
+        else if (n == half) NAME(fmoe_store_bf16)(to, row, half);
+        else NAME(fmoe_store_bf16)(to, row, n);
     }
 }
 

@@ -280,9 +280,11 @@ bool bench_peer(int i, const bench_shape *b, const fmoe_experts_args *f, bench_c
     set(&s->map, s->shapes[4], integer, R, 0);
     set(&s->counts, s->shapes[5], integer, b->E, 0);
     fmoe_desc d = {.size = sizeof d, .op = FMOE_OP_PERMUTE, .H = b->H, .E = b->E, .k = b->k, .dtype = b->dtype};
-    d.threads = b->threads;
+    /* Of few rows on one thread: the peer's own wait busily on the others. */
+    const int threads = R * b->H < 1 << 20 ? 1 : b->threads;
+    d.threads = threads;
     must(fmoe_plan_create(&s->permute, &d));
-    d = (fmoe_desc){.size = sizeof d, .op = FMOE_OP_ACTIVATION, .I = b->I, .dtype = b->dtype, .threads = b->threads};
+    d = (fmoe_desc){.size = sizeof d, .op = FMOE_OP_ACTIVATION, .I = b->I, .dtype = b->dtype, .threads = threads};
     must(fmoe_plan_create(&s->activation, &d));
     s->run = FMOE_RUN_INIT;
     must(fmoe_workspace_bytes(s->permute, FMOE_FORWARD, b->T, &s->run.workspace_bytes));

@@ -148,7 +148,7 @@ static void draw_beside(beside *b, form f)
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
     const int dtype = pairs ? FMOE_BF16 : f.quads ? FMOE_F32 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
-    const bool cols = f.quads || check_below(2);
+    const bool cols = f.quads || (check_below(2) && dtype != FMOE_F32); /* f32 along k is in quads */
     const int64_t of_a_piece = f.quads ? 4 : 8; /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
@@ -494,4 +494,38 @@ void check_peak(const check_kernel *k, int64_t index)
     CHECK_KERNEL_FN(peak, fmoe_peak_fn, k, &check_table);
     const double one = peak(1000), two = peak(2000);
     if (!(one > 0) || two != 2 * one) check_fail("flops of 1000 and 2000 rounds: %g and %g", one, two);
+}
+
+/* ---- few rows by columns where they lie: the bits of the product by a panel of quads ---- */
+
+void check_gemm_along(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(multiply, fmoe_gemm_along_fn, k, &check_table);
+    const bool pairs = strstr(k->field, "bf16");
+    fmoe_gemm_fn *const by_panel = pairs ? check_table.gemm_quads_bf16 : check_table.gemm_quads_f32;
+    fmoe_pack_fn *const pack = pairs ? check_table.pack_quads_bf16 : check_table.pack_quads_f32;
+    const int dtype = pairs ? FMOE_BF16 : FMOE_F32;
+    const int64_t element = pairs ? 2 : 4, rows = 1 + index % FMOE_ALONG_ROWS, first = check_below(2);
+    const int64_t kc = index < 12 ? CHECK_PICK(1, 2, 7, 8, 9, 32) : 1 + check_below(pairs ? FMOE_KC_PAIRS : FMOE_KC);
+    const int64_t stride = kc + check_below(9);
+    const void *a[FMOE_ALONG_ROWS], *cols[FMOE_NB];
+    const char *half[2];
+    check_note("rows=%" PRId64 " kc=%" PRId64 " first=%" PRId64, rows, kc, first);
+    for (int64_t i = 0; i < rows; i++) a[i] = fmoe_data(check_fill(check_tensor(dtype, CHECK_SHAPE(kc), NULL), 1));
+    for (int i = 0; i < 2; i++) {
+        half[i] = fmoe_data(check_fill(check_rows(dtype, FMOE_NB / 2, kc, stride - kc), 1));
+        for (int64_t j = 0; j < FMOE_NB / 2; j++) cols[i * FMOE_NB / 2 + j] = half[i] + j * stride * element;
+    }
+    char *panel = check_alloc((size_t)fmoe_ceil_div(kc * element, 16) * 16 * FMOE_NB);
+    fmoe_tensor *got = check_tensor(FMOE_F32, CHECK_SHAPE(rows, FMOE_NB), NULL),
+                *want = check_tensor(FMOE_F32, CHECK_SHAPE(rows, FMOE_NB), NULL);
+    check_fill(got, 1);
+    memcpy(fmoe_data(want), fmoe_data(got), (size_t)(rows * FMOE_NB) * sizeof(float));
+    fmoe_side none = {0}, fetch = {.fetch = {.at = half[0], .half = {half[0], half[1]}, .left = 64, .step = 64}};
+    fetch.fetch.advance = 512, fetch.fetch.run_step = stride * element, fetch.fetch.per_half = 32;
+    fetch.fetch.length = fetch.fetch.in_run = 1;
+    pack(panel, kc, 0, cols, FMOE_NB);
+    by_panel(rows, kc, a, 4, panel, fmoe_data(want), FMOE_NB, (int)first, &none);
+    multiply(rows, kc, a, half, stride * element, fmoe_data(got), FMOE_NB, (int)first, &fetch);
+    check_equal("where they lie", want, got);
 }

@@ -239,6 +239,17 @@ static bool halves(const step *s, const char *half[2])
     return true;
 }
 
+/* Few rows are multiplied by weights where they lie, without a panel: where no expert has more, for what comes after a
+ * chunk of the other kind is not packed beside it. */
+static fmoe_gemm_along_fn *along(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const step *s)
+{
+    const char *half[2];
+    const int64_t largest = g->order[0], most = fmoe_max(s->rows, g->off[largest + 1] - g->off[largest]);
+    if (most > FMOE_ALONG_ROWS || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
+    if (is_packed(s) || !in_quads(cpu, s) || !halves(s, half)) return NULL;
+    return cpu->pairs ? cpu->k.gemm_along_bf16 : cpu->k.gemm_along_f32;
+}
+
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
 static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe_side *side)
 {
@@ -284,7 +295,26 @@ static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const step *s)
     return cpu->pairs ? cpu->k.gemm_lying_bf16 : cpu->k.gemm_lying_f32;
 }
 
-static bool to_pack(const fmoe_cpu_plan *cpu, const step *s) { return !is_packed(s) && !lying(cpu, s); }
+static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const step *s)
+{
+    return !is_packed(s) && !lying(cpu, s) && !along(cpu, g, s);
+}
+
+/* Let it fetch a chunk of few rows' columns along k: one column after another. */
+static void side_fetch_along(const step *s, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    fmoe_walk *w = &side->fetch;
+    if (!halves(s, w->half)) return;
+    w->at = w->half[0];
+    w->step = LINE;
+    w->advance = 8 * LINE;
+    w->run_step = s->v[0].sn * element;
+    w->length = w->in_run = (int32_t)fmoe_ceil_div(s->kc * element, w->advance);
+    w->per_half = FMOE_NB / 2;
+    w->left = (int64_t)w->length * FMOE_NB;
+}
 
 /* Let it fetch the lines of panel j of such a step. */
 static void side_fetch_lying(const step *s, int64_t j, fmoe_side *side)
@@ -393,6 +423,7 @@ static void multiply_lying(const line *l, const step *s, const step *then)
 static void multiply(const line *l, const step *s, const char *panel, fmoe_side *side)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
+    fmoe_gemm_along_fn *const by_along = along(cpu, l->g, s);
     fmoe_gemm_fn *gemm = in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
                          : cpu->pairs     ? cpu->k.gemm_bf16
                                           : cpu->k.gemm_f32;
@@ -410,6 +441,13 @@ static void multiply(const line *l, const step *s, const char *panel, fmoe_side 
             fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
             a[i] = wide;
         }
+        if (by_along) {
+            const char *half[2];
+            halves(s, half);
+            by_along(rows, s->kc, a, half, s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype), l->scratch->c, FMOE_NB,
+                     s->first, side);
+            return;
+        }
         for (int64_t j = 0; j < panels; j++, calls--) {
             fmoe_side share = side_share(side, calls);
             gemm(rows, s->kc, a, 4, panel + j * panel_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
@@ -424,7 +462,7 @@ static const step *line_next(line *l)
 {
     if (l->n < 0) {
         for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
-        if (l->n && to_pack(l->cpu, &l->steps[0])) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+        if (l->n && to_pack(l->cpu, l->g, &l->steps[0])) pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
     } else {
         char *const used = l->panel[0];
         l->panel[0] = l->panel[1];
@@ -435,7 +473,7 @@ static const step *line_next(line *l)
     }
     if (l->n <= 0) return NULL;
     const step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
-    const bool pack = l->n > 1 && to_pack(l->cpu, then);
+    const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
     if (lying(l->cpu, now)) {
         multiply_lying(l, now, l->n > 1 ? then : NULL);
         if (pack) pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
@@ -445,6 +483,7 @@ static const step *line_next(line *l)
     if (pack && in_quads(l->cpu, now) == in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
     const bool whole = pack && side.pack.left == 0;
     if (l->n > 1 && is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
+    else if (l->n > 1 && along(l->cpu, l->g, then)) side_fetch_along(then, &side);
     else if (l->n > 2 && is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
     else if (l->n > 2) side_fetch(then, after, now->rows, &side);
     multiply(l, now, is_packed(now) ? packed_at(l->cpu, now) : l->panel[0], &side);

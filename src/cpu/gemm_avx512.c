@@ -64,9 +64,8 @@ enum { PLAIN, WIDENING, QUADS };
 
 static inline __attribute__((always_inline)) void piece(const int form, fmoe_side *side)
 {
-    if (side->kind == FMOE_SIDE_COLS) {
-        if (form == PLAIN) piece_cols_units(side);
-        else if (side->dtype == FMOE_BF16) PIECE_COLS(bf16);
+    if (form == WIDENING && side->kind == FMOE_SIDE_COLS) { /* f32 along k is in quads */
+        if (side->dtype == FMOE_BF16) PIECE_COLS(bf16);
         else PIECE_COLS(f16);
     } else {
         const char *p = side->pack.at;
@@ -175,6 +174,13 @@ void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, 
 }
 
 /* ---- packing ---- */
+
+void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const char *const half[2], int64_t step,
+                            float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    if (rows == 1) quads_along(1, kc * 4, a, half, step, c, ldc, first, side);
+    else quads_along(2, kc * 4, a, half, step, c, ldc, first, side);
+}
 
 void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {

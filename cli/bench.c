@@ -172,12 +172,13 @@ static const char *kind(const row *r) { return r->peer ? r->peer : r->packed ? "
 static void print_row(const row *r)
 {
     const bench_shape *s = &r->shape;
-    printf("%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %-8s %10.3f ms %9.1f %s  ceiling %8.1f "
-           "%6.1f %%"
-           "  (best %.3f ms, %.1f %%)\n",
-           r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
-           (long long)s->E, (long long)s->k, s->threads, kind(r), r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
-           100 * r->share, r->best_ms, 100 * r->share * r->ms / r->best_ms);
+    printf(
+        "%-10s %-7s %-11s %-4s T=%-6lld H=%lld I=%lld E=%lld k=%lld threads=%d %-8s %10.3f ms %9.1f %s  ceiling %8.1f "
+        "%6.1f %%"
+        "  (best %.3f ms, %.1f %%)\n",
+        r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H, (long long)s->I,
+        (long long)s->E, (long long)s->k, s->threads, kind(r), r->ms, r->rate, r->memory ? "GB/s" : "GF/s", r->ceiling,
+        100 * r->share, r->best_ms, 100 * r->share * r->ms / r->best_ms);
     if (r->weights > 0)
         printf("%10s reads weights at %.1f GB/s, %.1f %% of %.1f, a sweep over the same\n", "", r->weights,
                100 * r->stream_share, r->stream);

@@ -370,7 +370,7 @@ typedef struct fmoe_weights {
     const fmoe_tensor *lora_b1; /* [E,2I,rank1] (ungated: [E,I,rank1]) */
     const fmoe_tensor *lora_a2; /* [E,rank2,I] */
     const fmoe_tensor *lora_b2; /* [E,H,rank2] */
-    const void *packed;         /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
+    const void *packed; /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
     size_t packed_bytes;
 } fmoe_weights;
 

@@ -396,8 +396,8 @@ static fmoe_status check_packed(call *c, const fmoe_plan_impl *experts, const fm
     if (names->grad) return fmoe_fail(FMOE_ERR_ARG, "%s is given: gradients have no packed form", names->packed);
     if (c->pass == FMOE_BACKWARD) {
         if (w->w1 || is_list(w)) return FMOE_OK;
-        return fmoe_fail(FMOE_ERR_NULL, "%s is NULL, and %s serves the forward only: the backward reads %s and %s", names->w1,
-                         names->packed, names->w1, names->w2);
+        return fmoe_fail(FMOE_ERR_NULL, "%s is NULL, and %s serves the forward only: the backward reads %s and %s",
+                         names->w1, names->packed, names->w1, names->w2);
     }
     if (!experts || !experts->backend->packed_check)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but %s", names->packed,
@@ -465,8 +465,8 @@ static fmoe_status packed_bytes(const fmoe_plan_impl *p, size_t *bytes)
 {
     *bytes = 0;
     if (p->d.op != FMOE_OP_EXPERTS && p->d.op != FMOE_OP_BLOCK)
-        return fmoe_fail(FMOE_ERR_PLAN, "the plan is for operation %d: weights are packed for experts (5) and block (6)",
-                         p->d.op);
+        return fmoe_fail(FMOE_ERR_PLAN,
+                         "the plan is for operation %d: weights are packed for experts (5) and block (6)", p->d.op);
     return p->backend->packed_bytes ? p->backend->packed_bytes(experts_of(p), bytes) : FMOE_OK;
 }
 
@@ -489,8 +489,8 @@ static fmoe_status pack(const fmoe_plan_impl *p, const fmoe_pack_args *a, const 
     FMOE_TRY(packed_bytes(p, &need));
     FMOE_TRY(begin(&c, p, (fmoe_op)p->d.op, FMOE_FORWARD, a->size, sizeof *a, "fmoe_pack_args", run, 0));
     if (!need)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "there is nothing to pack: this plan (%s) reads weights as they are stored",
-                         p->backend->name);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "there is nothing to pack: this plan (%s) reads weights as they are stored", p->backend->name);
     FMOE_TRY(check_weights(p, &a->w, &experts_names));
     if (!a->packed) return fmoe_fail(FMOE_ERR_NULL, "packed is NULL");
     if ((uintptr_t)a->packed % 64) return fmoe_fail(FMOE_ERR_ALIGN, "packed at %p is not aligned to 64", a->packed);

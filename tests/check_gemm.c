@@ -149,7 +149,7 @@ static void draw_beside(beside *b, form f)
     const int dtype = pairs ? FMOE_BF16 : f.quads ? FMOE_F32 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
     const bool cols = f.quads || (check_below(2) && dtype != FMOE_F32); /* f32 along k is in quads */
-    const int64_t of_a_piece = f.quads ? 4 : 8; /* columns */
+    const int64_t of_a_piece = f.quads ? 4 : 8;                         /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
     const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;

@@ -357,8 +357,8 @@ static int64_t draw_T(const fmoe_desc *d, int64_t index)
 
 static void check_experts(const fmoe_desc d, int64_t T)
 {
-    check_layer l = layer_make(&d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST) |
-                                             (check_below(4) ? 0 : LAYER_MIXED)));
+    check_layer l = layer_make(
+        &d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST) | (check_below(4) ? 0 : LAYER_MIXED)));
     const bool add_out = check_below(4) == 0, accumulate = check_below(3) == 0, add_dx = check_below(4) == 0;
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " rank=%" PRId64 ",%" PRId64
                " dtype=%d act=%d flags=%u layout=%d add=%d%d%d",

@@ -149,9 +149,18 @@ static void draw_refused(int64_t index)
     case 2: other.I = 41; break;
     case 3: other.act = FMOE_ACT_RELU; break;
     case 4: other.flags = FMOE_INTERLEAVED; break;
-    case 5: l.forward.w.packed = (char *)b.data + 4; refused(&l, FMOE_ERR_ALIGN, "packed", "64"); return;
-    case 6: --*bytes; refused(&l, FMOE_ERR_WORKSPACE, "packed", "bytes"); return;
-    case 7: memset(b.data, 0, 8); refused(&l, FMOE_ERR_ARG, "packed", "fmoe_pack_weights"); return;
+    case 5:
+        l.forward.w.packed = (char *)b.data + 4;
+        refused(&l, FMOE_ERR_ALIGN, "packed", "64");
+        return;
+    case 6:
+        --*bytes;
+        refused(&l, FMOE_ERR_WORKSPACE, "packed", "bytes");
+        return;
+    case 7:
+        memset(b.data, 0, 8);
+        refused(&l, FMOE_ERR_ARG, "packed", "fmoe_pack_weights");
+        return;
     case 8: { /* into its own output */
         l.forward.w.packed = l.out->data = b.data;
         const fmoe_run run = check_run(l.plan, FMOE_FORWARD, l.T, 0);

@@ -199,7 +199,8 @@ void check_act_block(const check_kernel *k, int64_t index)
     CHECK_KERNEL_FN(block, fmoe_act_block_fn, k, &check_table);
     const act_draw d = draw_act(index);
     const bool pairs = check_below(2);
-    const int64_t m = CHECK_PICK(0, 1, 2, 7, 9), n = CHECK_PICK(1, 17, 31, 32, 32, 33, 64), stride = n + CHECK_PICK(0, 3);
+    const int64_t m = CHECK_PICK(0, 1, 2, 7, 9), n = CHECK_PICK(1, 17, 31, 32, 32, 33, 64),
+                  stride = n + CHECK_PICK(0, 3);
     const int64_t floats_in = m ? (m - 1) * FMOE_NB + n : 0;
     float *g = floats(floats_in), *u = floats(floats_in), want[FMOE_NB];
     for (int64_t i = 0; i < floats_in; i++) g[i] = act_input(), u[i] = act_input();
@@ -210,7 +211,8 @@ void check_act_block(const check_kernel *k, int64_t index)
         check_table.act_forward(&d.act, d.gated ? g + i * FMOE_NB : NULL, u + i * FMOE_NB, want, n);
         for (int64_t j = 0; j < n; j++) {
             const float w = pairs ? fmoe_bf16_to_float(fmoe_float_to_bf16(want[j])) : want[j];
-            check_near("a", i * n + j, check_get(a, i * n + j), (double)w, 4 * check_u(pairs ? FMOE_BF16 : FMOE_F32) * fabs((double)w));
+            check_near("a", i * n + j, check_get(a, i * n + j), (double)w,
+                       4 * check_u(pairs ? FMOE_BF16 : FMOE_F32) * fabs((double)w));
         }
     }
     check_gaps("a", a);

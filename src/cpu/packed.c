@@ -63,7 +63,8 @@ static matrix matrix2(const fmoe_plan_impl *p, bool along)
 
 static bool has_packed_form(const fmoe_plan_impl *p) { return p->d.op == FMOE_OP_EXPERTS && !fmoe_cpu(p)->gather; }
 
-/* A panel is at most 16 bytes for each element of a matrix whose sizes are rounded up to 64 and 8: checked here, once. */
+/* A panel is at most 16 bytes for each element of a matrix whose sizes are rounded up to 64 and 8: checked here, once.
+ */
 static bool too_large(const fmoe_plan_impl *p)
 {
     int64_t n, m;
@@ -76,8 +77,10 @@ fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes)
     *bytes = 0;
     if (!has_packed_form(p)) return FMOE_OK;
     if (too_large(p))
-        return fmoe_fail(FMOE_ERR_OVERFLOW, "packed weights of E = %" PRId64 ", H = %" PRId64 ", I = %" PRId64
-                                            " do not fit 63 bits of bytes", p->d.E, p->d.H, p->d.I);
+        return fmoe_fail(FMOE_ERR_OVERFLOW,
+                         "packed weights of E = %" PRId64 ", H = %" PRId64 ", I = %" PRId64
+                         " do not fit 63 bits of bytes",
+                         p->d.E, p->d.H, p->d.I);
     int64_t most1 = 0, most2 = 0; /* either orientation fits */
     for (int along = 0; along < 2; along++) {
         const matrix w1 = matrix1(p, !p->gated, along), w2 = matrix2(p, along);
@@ -123,8 +126,8 @@ static fmoe_status lies_along(const fmoe_plan_impl *p, const fmoe_stack *w, cons
         const fmoe_view v = fmoe_stack_at(w, e);
         const bool this_one = v.sk == 1 || v.K == 1;
         if (e && this_one != *along)
-            return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s[%" PRId64 "] is stored %s, %s[0] %s: all are packed one way", name,
-                             e, this_one ? "[out,in]" : "[in,out]", name, *along ? "[out,in]" : "[in,out]");
+            return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s[%" PRId64 "] is stored %s, %s[0] %s: all are packed one way",
+                             name, e, this_one ? "[out,in]" : "[in,out]", name, *along ? "[out,in]" : "[in,out]");
         *along = this_one;
     }
     return FMOE_OK;
@@ -172,14 +175,16 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
     size_t need;
     FMOE_TRY(fmoe_cpu_packed_bytes(p, &need));
     if (!need)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but level %s reads weights of this dtype where they lie", name,
-                         fmoe_cpu(p)->k.isa);
-    if ((uintptr_t)packed % ALIGN) return fmoe_fail(FMOE_ERR_ALIGN, "%s at %p is not aligned to %d", name, packed, ALIGN);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but level %s reads weights of this dtype where they lie",
+                         name, fmoe_cpu(p)->k.isa);
+    if ((uintptr_t)packed % ALIGN)
+        return fmoe_fail(FMOE_ERR_ALIGN, "%s at %p is not aligned to %d", name, packed, ALIGN);
     if (bytes < need)
         return fmoe_fail(FMOE_ERR_WORKSPACE, "%s has %zu bytes, those of this plan are %zu", name, bytes, need);
     memcpy(&h, packed, sizeof h);
     if (memcmp(h.magic, magic, sizeof magic))
-        return fmoe_fail(FMOE_ERR_ARG, "%s holds no packed weights: it does not begin as fmoe_pack_weights writes it", name);
+        return fmoe_fail(FMOE_ERR_ARG, "%s holds no packed weights: it does not begin as fmoe_pack_weights writes it",
+                         name);
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     h.level[sizeof h.level - 1] = 0;
     if (strcmp(h.level, cpu->k.isa))
@@ -195,12 +200,13 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
                {"columns of h", h.h_cols, p->h_cols}};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i].made != all[i].plan)
-            return fmoe_fail(FMOE_ERR_PLAN, "%s was made for %s = %" PRId64 ", the plan has %" PRId64, name, all[i].what,
-                             all[i].made, all[i].plan);
+            return fmoe_fail(FMOE_ERR_PLAN, "%s was made for %s = %" PRId64 ", the plan has %" PRId64, name,
+                             all[i].what, all[i].made, all[i].plan);
     /* Lists are never interleaved, whatever the plan's flag; stacks are as it says. */
     const bool interleaved = p->gated && (p->d.flags & FMOE_INTERLEAVED);
     if (p->gated && h.whole && !interleaved)
-        return fmoe_fail(FMOE_ERR_PLAN, "%s was made of interleaved gates and ups, the plan has no FMOE_INTERLEAVED", name);
+        return fmoe_fail(FMOE_ERR_PLAN, "%s was made of interleaved gates and ups, the plan has no FMOE_INTERLEAVED",
+                         name);
     if (interleaved && !h.whole && (p->d.flags & FMOE_BIAS))
         return fmoe_fail(FMOE_ERR_PLAN, "%s was made of gates and ups apart, the plan has FMOE_INTERLEAVED", name);
     return FMOE_OK;

@@ -110,8 +110,8 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
 #define LOAD_QUAD(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
 #define LOAD_REST(p) _mm_maskz_loadu_epi8(rest, p)
 
-/* Four columns at a time, each to the end of the chunk: memory is then read almost in order. Sixteen, as in a panel, are
- * 16 streams, too many for a core's prefetcher: 34 instead of 45 GB/s. */
+/* Four columns at a time, each to the end of the chunk: memory is then read almost in order. Sixteen, as in a panel,
+ * are 16 streams, too many for a core's prefetcher: 34 instead of 45 GB/s. */
 static inline __attribute__((always_inline)) void quads_along(const int mr, int64_t bytes, const void *const *a,
                                                               const char *const half[2], int64_t step, float *c,
                                                               int64_t ldc, int first, fmoe_side *side)

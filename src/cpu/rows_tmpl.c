@@ -276,8 +276,8 @@ void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g,
     act_row(act, g, u, a, n);
 }
 
-/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know; rows of a lie pages apart,
- * so those to come are fetched. 34 to 25 ns a row: half a point of the ceiling at 512 rows an expert. */
+/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know; rows of a lie pages
+ * apart, so those to come are fetched. 34 to 25 ns a row: half a point of the ceiling at 512 rows an expert. */
 void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n, void *a,
                           int64_t stride, int dtype)
 {

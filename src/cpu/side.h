@@ -37,8 +37,8 @@ typedef struct fmoe_side {
     bool again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
 } fmoe_side;
 
-/* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line that
- * is not there then costs as much as the products of several: 4 points at 16 rows an expert. */
+/* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line
+ * that is not there then costs as much as the products of several: 4 points at 16 rows an expert. */
 enum { FMOE_AGAIN = 4096 };
 
 static inline void fmoe_walk_on(fmoe_walk *w)

@@ -67,14 +67,13 @@ class Layer:
         room = max(_core.workspace_bytes(self.plan, backward, len(self.x)) for backward in (0, 1))
         if self.workspace.numel() < room:
             self.workspace = torch.zeros(room, dtype=torch.uint8)
-        self.given = self.workspace, self.x, self.ids, self.p, *ops._slots(self.w, ops.SWIGLU, 0)
+        self.given = self.workspace, self.x, self.ids, self.p, self.w
 
     def forward(self) -> None:
         _core.run(_core.EXPERTS_FORWARD, self.plan, 0, None, *self.given, self.out, self.saved)
 
     def backward(self) -> None:
-        dw = ops._slots(self.dw, ops.SWIGLU, 0)
-        _core.run(_core.EXPERTS_BACKWARD, self.plan, 0, None, *self.given, self.saved, self.dout, self.dx, self.dp, *dw)
+        _core.run(_core.EXPERTS_BACKWARD, self.plan, 0, None, *self.given, self.saved, self.dout, self.dx, self.dp, self.dw)
 
     def gflop(self) -> float:
         H, I, _, k = self.sizes

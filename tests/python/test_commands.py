@@ -16,6 +16,12 @@ if not V5:
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def test_dense_beside_the_layer():
+    sizes = [f"--{name}={value}" for name, value in dict(T=5, H=32, I=16, E=4, k=2, n=32, pairs=1, threads=1).items()]
+    done = subprocess.run([sys.executable, ROOT / "bench/dense.py", *sizes], capture_output=True, text=True)
+    assert done.returncode == 0 and "bwd" in done.stdout, done.stderr
+
+
 def test_bench(tmp_path, capsys):
     from fusedmoe import bench
 

@@ -54,9 +54,9 @@ static void unlink_free(pool_block *b) {
     count.free -= b->bytes;
 }
 
-/* Of anonymous memory, from a boundary of huge pages on where it is large. */
-static void *map(size_t bytes) {
-    const size_t slack = bytes >= HUGE_PAGE ? HUGE_PAGE - 4096 : 0;
+/* Of anonymous memory. huge: from a boundary of huge pages on, and in them; what is not wholly written would take more by that. */
+static void *map(size_t bytes, bool huge) {
+    const size_t slack = huge && bytes >= HUGE_PAGE ? HUGE_PAGE - 4096 : 0;
     char *p = mmap(NULL, bytes + slack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return NULL;
     const size_t before = slack ? (HUGE_PAGE - (uintptr_t)p % HUGE_PAGE) % HUGE_PAGE : 0;
@@ -112,7 +112,7 @@ pool_block *pool_take(size_t wanted, bool for_long) {
     unmap_all(drop);
     if (b) return b;
     b = calloc(1, sizeof *b);
-    void *data = b ? map(bytes) : NULL;
+    void *data = b ? map(bytes, for_long) : NULL;
     acquire();
     if (!data) count.live -= bytes;
     else if (count.live > count.peak) count.peak = count.live;

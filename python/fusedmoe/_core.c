@@ -520,7 +520,9 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
     if (device.type == FMOE_CPU) {
         Py_BEGIN_ALLOW_THREADS
         if (weights) pages_look_at(weights->w1), pages_look_at(weights->w2);
+        const int64_t then = pages_now();
         s = op->run(plan, a.bytes, &run);
+        pages_ran_since(then);
         Py_END_ALLOW_THREADS
     } else { /* a device only takes the work into its queue */
         s = op->run(plan, a.bytes, &run);

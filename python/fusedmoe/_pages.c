@@ -7,8 +7,8 @@
  * forward at 16 and 64. The kernel does it in place (MADV_COLLAPSE, Linux 6.1): addresses and values stay, while it copies.
  *
  * - Only weights that are run a second time: who reads them once gains nothing.
- * - Never for longer than half a second and a tenth of the time since then; the rest comes in later calls. It takes 0.6 ms a page,
- *   and 4 where a hypervisor has to find the memory first.
+ * - Never for longer than half a second and a tenth of the time that layers have run; the rest comes in later calls. It takes 0.6 ms
+ *   a page, and 4 where a hypervisor has to find the memory first.
  * - Only memory that is this process's alone, page by page (/proc/self/pagemap): not a file's, not shared, not shared with a
  *   process that was forked, all of which a copy would double.
  * - Nothing depends on it: what the system refuses stays as it is.
@@ -38,12 +38,13 @@ typedef struct {
 static weight seen[SLOTS]; /* by address: one that has the slot of another takes it; new memory at an old address is not noticed */
 static atomic_flag busy = ATOMIC_FLAG_INIT;
 static atomic_size_t moved;
+static _Atomic int64_t ran; /* nanoseconds */
 static atomic_bool off;
 
 static uintptr_t up(uintptr_t at) { return (at + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE; }
 static uintptr_t down(uintptr_t at) { return at / HUGE_PAGE * HUGE_PAGE; }
 
-static int64_t now_ns(void) {
+int64_t pages_now(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
@@ -66,18 +67,17 @@ static bool is_ours_alone(int pagemap, uintptr_t at) {
 }
 
 static void move(weight *w) {
-    static int64_t began, spent;
-    int64_t now = now_ns();
-    if (!began) began = now;
-    if (spent > 500000000 + (now - began) / 10) return;
+    static int64_t spent;
+    const int64_t limit = 500000000 + ran / 10;
+    if (spent > limit) return;
     const int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     off = pagemap < 0;
-    for (; !off && w->at < w->end && spent <= 500000000 + (now - began) / 10; w->at += HUGE_PAGE) {
+    for (int64_t now = pages_now(); !off && w->at < w->end && spent <= limit; w->at += HUGE_PAGE) {
         const int refused = !is_ours_alone(pagemap, w->at) ? EPERM : madvise((void *)w->at, HUGE_PAGE, COLLAPSE) ? errno : 0;
         if (!refused) moved += HUGE_PAGE;
         else if (refused == EINVAL || refused == ENOMEM) w->end = w->at; /* not on this system, or no huge page is left */
         const int64_t then = now;
-        spent += (now = now_ns()) - then;
+        spent += (now = pages_now()) - then;
     }
     if (!off) close(pagemap);
 }
@@ -88,6 +88,8 @@ void pages_prefer(const void *data, size_t bytes) {
     if (!off && bytes >= MAPPED_ANEW && from < to) madvise((void *)from, to - from, MADV_HUGEPAGE);
 #endif
 }
+
+void pages_ran_since(int64_t then) { ran += pages_now() - then; }
 
 void pages_look_at(const fmoe_tensor *t) {
     if (off || !t || atomic_flag_test_and_set_explicit(&busy, memory_order_acquire)) return;

@@ -3,10 +3,13 @@
  * _pages.h - expert weights in huge pages. See _pages.c. */
 #pragma once
 #include <stddef.h>
+#include <stdint.h>
 
 #include "fusedmoe.h"
 
 void pages_init(void);                     /* once, before anything else */
 void pages_look_at(const fmoe_tensor *w);  /* a weight (or NULL) that is about to be read, in memory of the CPU; from any thread */
 void pages_prefer(const void *, size_t);   /* where a lot of memory is about to be touched for the first time: a page fault for 2 MiB, not 4 KiB */
+int64_t pages_now(void);                   /* nanoseconds */
+void pages_ran_since(int64_t then);        /* a layer has run since then: a tenth of that is for moving */
 size_t pages_moved(void);                  /* bytes that lie in huge pages because of it */

@@ -48,8 +48,8 @@ def run(w, times, flags=0):
 
 
 def moved(w, expected=0, flags=0):
-    """MB that go into huge pages while w is run, a second long if they are fewer than expected: a process has only so much time for it."""
-    before, until = _core.huge_pages(), time.monotonic() + (1 if expected else 0.1)
+    """MB that go into huge pages while w is run, seconds long if they are fewer than expected: a process has only so much time for it."""
+    before, until = _core.huge_pages(), time.monotonic() + (5 if expected else 0.1)
     while (_core.huge_pages() - before) // MB < max(expected, 1) and time.monotonic() < until:
         run(w, 2, flags)
     return (_core.huge_pages() - before) // MB

@@ -93,7 +93,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     }
     int64_t offset = 0;
-    const int64_t below = tiles > 1 ? mr : 0;
+    const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
     int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
     const int64_t n = kc, apart = pieces ? fmoe_max(1, n / pieces) : n, rate = fmoe_fetch_rate(&side->fetch, tiles * n);
     const bool again = fmoe_again(side);
@@ -102,7 +102,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
             fmoe_fetch(&side->fetch, rate);
             if (again) fetch_again(b);
-            if ((k & 15) < mr) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
+            if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
                          b3 = _mm512_loadu_ps(b + 48);
 #pragma GCC unroll 6

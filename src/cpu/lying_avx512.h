@@ -35,7 +35,8 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
                                                              fmoe_side *side, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = kc / UNIT, rate = fmoe_fetch_rate(&side->fetch, tiles * n), below = keep ? mr : 0;
+    const int64_t n = kc / UNIT, rate = fmoe_fetch_rate(&side->fetch, tiles * n), below = keep ? mr : 0,
+                  next = side->next_rows;
     __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
@@ -44,7 +45,7 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
     }
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
         fmoe_fetch(&side->fetch, rate);
-        if ((k & 15) < mr) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
+        if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
         lying_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }
     if (kc % UNIT) lying_step(mr, keep, false, acc, row, 4 * n, w, step, panel);
@@ -64,6 +65,7 @@ static inline int64_t lying_first(int64_t rows, int64_t kc, const void *const *a
     const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR);
     if (tiles == 0) return 0;
     const int64_t mr = fmoe_ceil_div(rows, tiles);
+    side->next_rows = tiles > 1 ? fmoe_ceil_div(rows - mr, tiles - 1) : mr;
     if (tiles > 1) { /* of 7 rows or more, evenly */
         if (mr == 4) lying_tile(4, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
         else if (mr == 5) lying_tile(5, true, kc, a, w, step, panel, c, ldc, first, side, tiles);

@@ -48,7 +48,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
                                                              fmoe_side *side, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
-    const int64_t n = bytes / QUAD, below = tiles > 1 ? mr : 0;
+    const int64_t n = bytes / QUAD, below = tiles > 1 ? mr : 0, next = side->next_rows;
     const int64_t pieces = fmoe_ceil_div(side->pack.left, tiles), rate = fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
     const int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
     const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
@@ -66,7 +66,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
         for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
             fmoe_fetch(&side->fetch, rate);
             if (again) fetch_again(b);
-            if ((k & 15) < mr) /* A of the next tile, a quarter of it */
+            if ((k & 15) < next) /* A of the next tile, a quarter of it */
                 __builtin_prefetch(row[below + (k & 15)] + quarter + k / 16 * 64, 0, 3);
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),
                          b3 = _mm512_loadu_ps(b + 192);

@@ -35,6 +35,7 @@ typedef struct fmoe_side {
     int64_t to_step, to_run; /* bytes on for each piece of a run, and for each run */
     int kind, dtype;
     bool again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
+    int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
 } fmoe_side;
 
 /* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line

@@ -8,7 +8,7 @@
  *   out   += p' * shared(x)                             experts again, with E = 1 and k = 1
  *
  * The shared expert's weight p' is a routing weight over one expert: sigmoid routing of x . shared_gate gives
- * sigmoid(x . shared_gate), softmax routing of any one logit gives 1. So nothing here computes: every backend that has
+ * sigmoid(x . shared_gate), softmax routing of any one number gives 1. So nothing here computes: every backend that has
  * the five operations has the block, and host code never touches device memory. */
 #include <stdlib.h>
 
@@ -166,7 +166,7 @@ static const fmoe_tensor *as_row(fmoe_piece *v, const fmoe_tensor *b)
     return &v->t;
 }
 
-/* The first column of logits, [T,1]. */
+/* The first column of a matrix, [T,1]. */
 static const fmoe_tensor *first_column(fmoe_piece *v, const fmoe_tensor *m)
 {
     v->t = *m;
@@ -226,7 +226,7 @@ static fmoe_status forward(const fmoe_plan_impl *p, const fmoe_block_args *a, co
                                     .y = fmoe_piece_of(&gate_logits, p, s->gate_logits, wide_dtype(p), T, 1)};
         FMOE_TRY(b->gmm[FMOE_FORWARD](p->part[PART_GATE], &gate, &plain));
     } else {
-        first_column(&gate_logits, a->logits); /* softmax over one: 1, whatever the logit */
+        first_column(&gate_logits, a->weights); /* softmax over one: 1; a logit may be -Inf, and then NaN */
     }
     const fmoe_route_args one = {.size = sizeof one,
                                  .logits = &gate_logits.t,

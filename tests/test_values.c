@@ -422,6 +422,30 @@ TEST(row15_nan_and_inf_logits)
         }
 }
 
+/* A bias of -Inf takes an expert out of the routing: nobody's weight but that expert's may feel it. */
+TEST(row15_an_expert_that_is_shut_out)
+{
+    for (int score = 0; score < 4; score++)
+        for (int dtype = FMOE_F32; dtype <= FMOE_F16; dtype++) {
+            api_call c;
+            call_begin(&c, CALL_BLOCK, FMOE_FORWARD, dtype);
+            fmoe_plan_destroy(&c.plan);
+            c.d.flags = 0; /* a shared expert without a gate: its weight is 1 */
+            c.d.route.score = score;
+            c.a.block.shared_gate = c.a.block.select_bias = NULL;
+            REQUIRE(fmoe_plan_create(&c.plan, &c.d) == FMOE_OK);
+            REQUIRE(fmoe_workspace_bytes(c.plan, FMOE_FORWARD, N_T, &c.run.workspace_bytes) == FMOE_OK);
+            c.run.workspace = test_alloc(c.run.workspace_bytes);
+            tensor_set(c.a.block.b_router, 0, -(double)INFINITY);
+            CHECK_STATUS(call_make(&c), FMOE_OK);
+            bool chosen = false, finite = true;
+            for (int64_t i = 0; i < N_T * N_K; i++) chosen |= tensor_get(c.a.block.ids, i) == 0;
+            for (int64_t i = 0; i < N_T * N_H; i++) finite &= isfinite(tensor_get(c.a.block.out, i)) != 0;
+            CHECK(!chosen && finite);
+            call_end(&c);
+        }
+}
+
 TEST(row17_nan_stays_in_its_token)
 {
     both x;

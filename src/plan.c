@@ -29,6 +29,12 @@ typedef struct slot {
 static slot slots[SLOTS];
 static uint32_t next_slot; /* where to look for a free one first */
 static pthread_mutex_t slots_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+/* A child has only the thread that forked: it must not find the table locked by another. */
+static void lock_slots(void) { pthread_mutex_lock(&slots_mutex); }
+static void unlock_slots(void) { pthread_mutex_unlock(&slots_mutex); }
+static void watch_forks(void) { pthread_atfork(lock_slots, unlock_slots, unlock_slots); }
 
 static fmoe_status bad_handle(fmoe_plan handle)
 {
@@ -53,13 +59,12 @@ fmoe_status fmoe_plan_acquire(fmoe_plan handle, fmoe_plan_impl **plan)
 
 static void retire(slot *s)
 {
-    fmoe_plan_impl *plan = s->plan;
-    s->plan = NULL;
-    fmoe_plan_free(plan);
-    pthread_mutex_lock(&slots_mutex);
+    fmoe_plan_free(s->plan);
+    lock_slots(); /* the slot is free and its generation over at once, for whoever looks for one */
     const uint64_t generation = atomic_load(&s->state) >> 32;
     atomic_store(&s->state, (generation == UINT32_MAX ? 1 : generation + 1) << 32);
-    pthread_mutex_unlock(&slots_mutex);
+    s->plan = NULL;
+    unlock_slots();
 }
 
 void fmoe_plan_release(fmoe_plan handle)
@@ -71,7 +76,8 @@ void fmoe_plan_release(fmoe_plan handle)
 
 static fmoe_status publish(fmoe_plan_impl *plan, fmoe_plan *handle)
 {
-    pthread_mutex_lock(&slots_mutex);
+    pthread_once(&fork_once, watch_forks);
+    lock_slots();
     for (uint32_t n = 0; n < SLOTS; n++) {
         const uint32_t i = (next_slot + n) % SLOTS;
         const uint64_t state = atomic_load(&slots[i].state);
@@ -80,11 +86,11 @@ static fmoe_status publish(fmoe_plan_impl *plan, fmoe_plan *handle)
         slots[i].plan = plan;
         atomic_store_explicit(&slots[i].state, generation << 32 | ALIVE, memory_order_release);
         next_slot = i + 1;
-        pthread_mutex_unlock(&slots_mutex);
+        unlock_slots();
         *handle = generation << 16 | i;
         return FMOE_OK;
     }
-    pthread_mutex_unlock(&slots_mutex);
+    unlock_slots();
     return fmoe_fail(FMOE_ERR_NOMEM, "%u plans are alive, which is the limit: destroy some", SLOTS);
 }
 

@@ -218,6 +218,50 @@ TEST(row23_plans_come_and_go_on_many_threads)
     }
 }
 
+/* A table of handles with one slot free: creating looks through all of it, and every plan gets the slot of the last. */
+static fmoe_plan *fill_table(const fmoe_desc *d, int *n)
+{
+    enum { MOST = 20000 };
+    fmoe_plan *plans = test_alloc(MOST * sizeof *plans);
+    for (*n = 0; *n < MOST && fmoe_plan_create(&plans[*n], d) == FMOE_OK;) ++*n;
+    REQUIRE(*n > 0 && *n < MOST && fmoe_plan_destroy(&plans[--*n]) == FMOE_OK);
+    return plans;
+}
+
+static void empty_table(fmoe_plan *plans, int n)
+{
+    for (int i = 0; i < n; i++) CHECK_STATUS(fmoe_plan_destroy(&plans[i]), FMOE_OK);
+}
+
+static void *fight_for_a_slot(void *arg)
+{
+    const fmoe_desc *d = arg;
+    for (int i = 0; i < 4000; i++) {
+        fmoe_plan plan;
+        size_t bytes;
+        const fmoe_status status = fmoe_plan_create(&plan, d);
+        if (status == FMOE_ERR_NOMEM) continue; /* the other has it */
+        if (status != FMOE_OK || fmoe_saved_bytes(plan, 3, &bytes) != FMOE_OK || fmoe_plan_destroy(&plan) != FMOE_OK)
+            return arg;
+    }
+    return NULL;
+}
+
+TEST(row23_a_slot_is_free_once_its_plan_is_gone)
+{
+    fmoe_desc d = call_desc(CALL_ACTIVATION, FMOE_F32);
+    pthread_t threads[2];
+    int n;
+    fmoe_plan *plans = fill_table(&d, &n);
+    for (int i = 0; i < 2; i++) REQUIRE(pthread_create(&threads[i], NULL, fight_for_a_slot, &d) == 0);
+    for (int i = 0; i < 2; i++) {
+        void *failed;
+        pthread_join(threads[i], &failed);
+        CHECK(failed == NULL);
+    }
+    empty_table(plans, n);
+}
+
 static void *error_of_this_thread(void *arg)
 {
     const int n = *(int *)arg;
@@ -276,6 +320,90 @@ TEST(row23_fork_after_use)
     CHECK_STATUS(fmoe_plan_destroy(&plan), FMOE_OK);
 }
 
+static int new_process(void (*fn)(void)) /* 0: it went well */
+{
+    fflush(stdout);
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+        alarm(60);
+        fn();
+        fflush(stdout);
+        _exit(test_failures > 0);
+    }
+    int code;
+    REQUIRE(waitpid(child, &code, 0) == child);
+    return WIFEXITED(code) ? WEXITSTATUS(code) : 1000 + WTERMSIG(code);
+}
+
+static void one_plan(void)
+{
+    const fmoe_desc d = call_desc(CALL_ACTIVATION, FMOE_F32);
+    fmoe_plan plan;
+    alarm(5);
+    const fmoe_status status = fmoe_plan_create(&plan, &d);
+    CHECK(status == FMOE_OK || status == FMOE_ERR_NOMEM);
+}
+
+/* The other thread holds the table's lock nearly all the time; the child has no thread that would let go of it. */
+TEST(row23_fork_while_plans_are_made)
+{
+#ifdef __SANITIZE_THREAD__
+    SKIP("TSan cannot follow a fork of a process with threads");
+#endif
+    fmoe_desc d = call_desc(CALL_ACTIVATION, FMOE_F32);
+    pthread_t thread;
+    int n;
+    fmoe_plan *plans = fill_table(&d, &n);
+    REQUIRE(pthread_create(&thread, NULL, fight_for_a_slot, &d) == 0);
+    for (int i = 0; i < 10; i++) CHECK_EQ(new_process(one_plan), 0);
+    pthread_join(thread, NULL);
+    empty_table(plans, n);
+}
+
+static void *run_for_ever(void *arg)
+{
+    worker *w = arg;
+    while (run_layer(w->l, w->plan, &w->mine) == FMOE_OK) atomic_fetch_add(w->go, 1);
+    return NULL;
+}
+
+static bool ends_early;
+static _Atomic int runs;
+
+/* LeakSanitizer asks: such a process leaves behind what the call under way holds, and what was its parent's. */
+__attribute__((visibility("default"))) int __lsan_is_turned_off(void);
+int __lsan_is_turned_off(void) { return ends_early; }
+
+/* The thread that runs layers goes on when the library's destructor has run. */
+__attribute__((destructor(101))) static void after_the_library(void)
+{
+    const int then = atomic_load(&runs);
+    for (int i = 0; ends_early && atomic_load(&runs) < then + 3; i++) {
+        usleep(1000);
+        if (i == 5000) _exit(1); /* it hangs, or a sanitizer would have ended the process */
+    }
+}
+
+static void exit_under_a_run(void)
+{
+    const layer l = make_layer(FMOE_F32, 3);
+    worker w = {.l = &l, .mine = make_results(&l), .plan = l.plan, .go = &runs};
+    ends_early = true;
+    REQUIRE(pthread_create(&w.thread, NULL, run_for_ever, &w) == 0);
+    while (atomic_load(&runs) < 3) sched_yield();
+    exit(test_failures > 0);
+}
+
+/* A process may end while a thread of its own is in a call, as a daemon thread of Python's may be. */
+TEST(row23_exit_under_a_run)
+{
+#ifdef __SANITIZE_THREAD__
+    SKIP("TSan cannot follow a fork of a process with threads");
+#endif
+    for (int i = 0; i < 20; i++) CHECK_EQ(new_process(exit_under_a_run), 0);
+}
+
 /* ---- re-entry ---- */
 
 typedef struct reentry {
@@ -313,22 +441,6 @@ TEST(row23_reentry_from_a_callback)
 }
 
 /* ---- threads that cannot be had ---- */
-
-static int new_process(void (*fn)(void)) /* where the pool does not stand yet; 0: it went well */
-{
-    fflush(stdout);
-    const pid_t child = fork();
-    REQUIRE(child >= 0);
-    if (child == 0) {
-        alarm(60);
-        fn();
-        fflush(stdout);
-        _exit(test_failures > 0);
-    }
-    int code;
-    REQUIRE(waitpid(child, &code, 0) == child);
-    return WIFEXITED(code) ? WEXITSTATUS(code) : 1000 + WTERMSIG(code);
-}
 
 static void fails_to_create(void)
 {

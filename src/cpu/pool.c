@@ -48,6 +48,7 @@ typedef struct worker_start {
 } worker_start;
 
 static pthread_mutex_t the_pool_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
 static pool *the_pool;
 static _Thread_local bool inside_job;
 
@@ -87,25 +88,30 @@ static void *worker_main(void *p)
             pause_cpu();
         pthread_mutex_lock(&pl->mutex);
         while (atomic_load(&pl->generation) == seen && !pl->stop) pthread_cond_wait(&pl->wake, &pl->mutex);
+        const bool stop = pl->stop, mine = atomic_load(&pl->generation) != seen && start.index < pl->n_workers;
         seen = atomic_load(&pl->generation);
-        const bool stop = pl->stop, mine = start.index < pl->n_workers;
         void (*const fn)(void *, int) = pl->fn;
         void *const arg = pl->arg;
         pthread_mutex_unlock(&pl->mutex);
-        if (stop) return NULL;
-        if (!mine) continue;
-        fmoe_run_worker(fn, arg, start.index);
-        if (atomic_fetch_sub_explicit(&pl->running, 1, memory_order_acq_rel) == 1) {
+        if (mine) fmoe_run_worker(fn, arg, start.index);
+        if (mine && atomic_fetch_sub_explicit(&pl->running, 1, memory_order_acq_rel) == 1) {
             pthread_mutex_lock(&pl->mutex);
             pthread_cond_signal(&pl->done);
             pthread_mutex_unlock(&pl->mutex);
         }
+        if (stop) return NULL;
     }
 }
 
+/* A child has only the thread that forked: it must not find the pool locked by another. */
+static void lock_pool(void) { pthread_mutex_lock(&the_pool_mutex); }
+static void unlock_pool(void) { pthread_mutex_unlock(&the_pool_mutex); }
+static void watch_forks(void) { pthread_atfork(lock_pool, unlock_pool, unlock_pool); }
+
 static pool *pool_get(void)
 {
-    pthread_mutex_lock(&the_pool_mutex);
+    pthread_once(&fork_once, watch_forks);
+    lock_pool();
     if (the_pool && the_pool->pid != getpid()) the_pool = NULL; /* forked: the old one is not ours to touch */
     if (!the_pool) {
         pool *pl = calloc(1, sizeof *pl);
@@ -120,11 +126,11 @@ static pool *pool_get(void)
         }
     }
     pool *pl = the_pool;
-    pthread_mutex_unlock(&the_pool_mutex);
+    unlock_pool();
     return pl;
 }
 
-/* More threads, as far as they can be had; called with the job mutex held. */
+/* More threads, as far as they can be had; called with the mutex held. */
 static void pool_grow(pool *pl, int n_threads)
 {
     sigset_t all, old;
@@ -151,9 +157,9 @@ void fmoe_pool_run(int n, void (*fn)(void *, int), void *arg)
         return;
     }
     pthread_mutex_lock(&pl->jobs);
-    pool_grow(pl, n - 1);
-    const int helpers = pl->n_threads < n - 1 ? pl->n_threads : n - 1;
     pthread_mutex_lock(&pl->mutex);
+    if (!pl->stop && pl->n_threads < n - 1) pool_grow(pl, n - 1);
+    const int threads = pl->stop ? 0 : pl->n_threads, helpers = threads < n - 1 ? threads : n - 1;
     pl->fn = fn;
     pl->arg = arg;
     pl->n_workers = helpers + 1;
@@ -171,18 +177,20 @@ void fmoe_pool_run(int n, void (*fn)(void *, int), void *arg)
     pthread_mutex_unlock(&pl->jobs);
 }
 
-/* When the library is unloaded or the process ends: no thread may be left running code that goes away. */
+/* When the library is unloaded or the process ends: no thread may be left running code that goes away. A job that
+ * another thread is in is finished first, and its pool left to it. */
 __attribute__((destructor)) static void pool_destroy(void)
 {
     pool *pl = the_pool;
     if (!pl || pl->pid != getpid()) return;
     the_pool = NULL;
+    const bool idle = pthread_mutex_trylock(&pl->jobs) == 0;
     pthread_mutex_lock(&pl->mutex);
     pl->stop = true;
     pthread_cond_broadcast(&pl->wake);
     pthread_mutex_unlock(&pl->mutex);
     for (int i = 0; i < pl->n_threads; i++) pthread_join(pl->threads[i], NULL);
-    free(pl);
+    if (idle) free(pl);
 }
 
 int fmoe_cpu_count(void)

@@ -123,6 +123,10 @@ fmoe_tensor *check_ids(fmoe_tensor *t, int64_t E, uint32_t flags); /* routing of
 fmoe_tensor *check_poison(fmoe_tensor *t);                         /* again */
 void check_gaps(const char *what, const fmoe_tensor *t);           /* the bytes beside the elements are still poison */
 void check_equal(const char *what, const fmoe_tensor *a, const fmoe_tensor *b); /* bitwise */
+fmoe_tensor *check_magnitudes(const fmoe_tensor *t);                            /* check_f64 of |t| */
+/* Sums in f32 against double: c u times the sum of their terms' magnitudes, and the rounding of what is stored. */
+void check_sums(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
+                double c);
 double check_rel_l2(const fmoe_tensor *got, const fmoe_tensor *want);
 
 /* ---- plans ---- */

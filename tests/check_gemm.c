@@ -203,6 +203,21 @@ static void check_beside(const beside *b, int64_t asked)
                        b->want[i]);
 }
 
+/* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
+static fmoe_walk forbidden_lines(bool slow)
+{
+    const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
+    return (fmoe_walk){.at = edge,
+                       .half = {edge, edge},
+                       .step = 64,
+                       .advance = 256,
+                       .length = 8,
+                       .in_run = 8,
+                       .per_half = 1,
+                       .slow = slow,
+                       .left = check_below(9)};
+}
+
 void check_gemm(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(gemm, fmoe_gemm_fn, k, &check_table);
@@ -214,21 +229,11 @@ void check_gemm(const check_kernel *k, int64_t index)
     for (int64_t r = 0; r < p.rows && !first; r++)
         for (int64_t n = 0; n < FMOE_NB; n++) p.c[r * p.ldc + n] = (float)(2 * check_uniform() - 1);
     memcpy(p.before, p.c, elements * sizeof *p.c);
-    /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
-    const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
     beside next;
     draw_beside(&next, p.f);
     const int64_t asked = next.side.pack.left;
     fmoe_side nothing = {0};
-    next.side.fetch = (fmoe_walk){.at = edge,
-                                  .half = {edge, edge},
-                                  .step = 64,
-                                  .advance = 256,
-                                  .length = 8,
-                                  .in_run = 8,
-                                  .per_half = 1,
-                                  .slow = check_below(2),
-                                  .left = check_below(9)};
+    next.side.fetch = forbidden_lines(check_below(2));
     gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
     check_beside(&next, asked);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
@@ -292,16 +297,7 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
     for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
         want[i] = p.c[i] = (float)(2 * check_uniform() - 1);
-    const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
-    fmoe_side side = {.fetch = {.at = edge,
-                                .half = {edge, edge},
-                                .step = 64,
-                                .advance = 256,
-                                .length = 8,
-                                .in_run = 8,
-                                .per_half = 1,
-                                .left = check_below(9)}},
-              nothing = {0};
+    fmoe_side side = {.fetch = forbidden_lines(false)}, nothing = {0};
     fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
     gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
     lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &side);

@@ -14,24 +14,6 @@ typedef struct gmm_draw {
 
 static int plan_or_f32(int dtype) { return check_below(2) ? dtype : FMOE_F32; }
 
-static fmoe_tensor *magnitudes(const fmoe_tensor *t)
-{
-    fmoe_tensor *m = check_f64(t);
-    for (int64_t i = 0; m && i < check_count(m); i++) ((double *)m->data)[i] = fabs(((double *)m->data)[i]);
-    return m;
-}
-
-static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
-                    double c)
-{
-    const int dtype = fmoe_tensor_dtype(got);
-    for (int64_t i = 0; i < check_count(want) && !check_failed(); i++) {
-        const double w = check_get(want, i), m = check_get(magnitude, i);
-        check_near(what, i, check_get(got, i), w, c * U32 * m + 1.01 * check_u(dtype) * fabs(w) + check_tiny(dtype));
-    }
-    check_gaps(what, got);
-}
-
 /* Sizes with empty groups, one that takes all, and rows past the last group. */
 static void draw_sizes(gmm_draw *g, int64_t index)
 {
@@ -95,12 +77,12 @@ static void draw_gmm_forward(int64_t index)
         .size = sizeof a, .x = x, .w = w, .bias = bias, .sizes = g.sizes, .y = y, .cumulative = g.cumulative};
     fmoe_gmm_args r = a, m = a;
     r.x = check_f64(x), r.w = check_f64(w), r.bias = check_f64(bias), r.y = f64_like(y);
-    m.x = magnitudes(x), m.w = magnitudes(w), m.bias = magnitudes(bias), m.y = f64_like(y);
+    m.x = check_magnitudes(x), m.w = check_magnitudes(w), m.bias = check_magnitudes(bias), m.y = f64_like(y);
     const fmoe_run run = check_run(g.plan, FMOE_FORWARD, g.R, 0), run_ref = check_run(g.ref, FMOE_FORWARD, g.R, 0);
     CHECK_OK(fmoe_grouped_matmul_forward(g.plan, &a, &run));
     CHECK_OK(fmoe_grouped_matmul_forward(g.ref, &r, &run_ref));
     CHECK_OK(fmoe_grouped_matmul_forward(g.ref, &m, &run_ref));
-    compare("y", y, r.y, m.y, check_c(g.K + 1)); /* rows past the groups stay NaN in both */
+    check_sums("y", y, r.y, m.y, check_c(g.K + 1)); /* rows past the groups stay NaN in both */
 }
 
 /* An output that is overwritten (poisoned) or added to (the same numbers in the f64 twin). */
@@ -108,7 +90,7 @@ static fmoe_tensor *start(fmoe_tensor *t, bool add, fmoe_tensor **twin, fmoe_ten
 {
     if (add) check_fill(t, 1);
     *twin = add ? check_f64(t) : f64_like(t);
-    *magnitude = add ? magnitudes(t) : f64_like(t);
+    *magnitude = add ? check_magnitudes(t) : f64_like(t);
     return t;
 }
 
@@ -139,15 +121,16 @@ static void draw_gmm_backward(int64_t index)
                              .cumulative = g.cumulative};
     fmoe_gmm_args r = a, m = a;
     r.x = check_f64(x), r.w = check_f64(w), r.dy = check_f64(dy), r.dx = twin[0], r.dw = twin[1], r.dbias = twin[2];
-    m.x = magnitudes(x), m.w = magnitudes(w), m.dy = magnitudes(dy), m.dx = size[0], m.dw = size[1], m.dbias = size[2];
+    m.x = check_magnitudes(x), m.w = check_magnitudes(w), m.dy = check_magnitudes(dy), m.dx = size[0], m.dw = size[1],
+    m.dbias = size[2];
     const fmoe_run run = check_run(g.plan, FMOE_BACKWARD, g.R, flags),
                    run_ref = check_run(g.ref, FMOE_BACKWARD, g.R, flags);
     CHECK_OK(fmoe_grouped_matmul_backward(g.plan, &a, &run));
     CHECK_OK(fmoe_grouped_matmul_backward(g.ref, &r, &run_ref));
     CHECK_OK(fmoe_grouped_matmul_backward(g.ref, &m, &run_ref));
-    if (a.dx) compare("dx", dx, r.dx, m.dx, check_c(g.N + 1));
-    if (a.dw) compare("dw", dw, r.dw, m.dw, check_c(g.R + 1));
-    if (a.dbias) compare("dbias", db, r.dbias, m.dbias, check_c(g.R + 1));
+    if (a.dx) check_sums("dx", dx, r.dx, m.dx, check_c(g.N + 1));
+    if (a.dw) check_sums("dw", dw, r.dw, m.dw, check_c(g.R + 1));
+    if (a.dbias) check_sums("dbias", db, r.dbias, m.dbias, check_c(g.R + 1));
 }
 
 /* ---- the list form: every group has its own sizes ---- */
@@ -176,13 +159,13 @@ static void draw_gmm_list(int64_t index)
         rows += m;
         most = fmoe_max(most, fmoe_max(m, fmoe_max(K, N)));
         fmoe_tensor *one = check_fill(check_rows(g.dtype, m, K, check_below(2)), 1);
-        t[0].x[e] = *one, t[1].x[e] = *check_f64(one), t[2].x[e] = *magnitudes(one);
+        t[0].x[e] = *one, t[1].x[e] = *check_f64(one), t[2].x[e] = *check_magnitudes(one);
         one = check_fill(check_tensor(g.dtype, CHECK_SHAPE(K, N), turn ? turned : NULL), 1);
-        t[0].w[e] = *one, t[1].w[e] = *check_f64(one), t[2].w[e] = *magnitudes(one);
+        t[0].w[e] = *one, t[1].w[e] = *check_f64(one), t[2].w[e] = *check_magnitudes(one);
         one = check_fill(check_tensor(bias_dtype, CHECK_SHAPE(N), NULL), 1);
-        t[0].bias[e] = *one, t[1].bias[e] = *check_f64(one), t[2].bias[e] = *magnitudes(one);
+        t[0].bias[e] = *one, t[1].bias[e] = *check_f64(one), t[2].bias[e] = *check_magnitudes(one);
         one = check_fill(check_rows(g.y_dtype, m, N, check_below(2)), 1);
-        t[0].dy[e] = *one, t[1].dy[e] = *check_f64(one), t[2].dy[e] = *magnitudes(one);
+        t[0].dy[e] = *one, t[1].dy[e] = *check_f64(one), t[2].dy[e] = *check_magnitudes(one);
         fmoe_tensor *twin, *size;
         t[0].y[e] = *start(check_rows(g.y_dtype, m, N, check_below(2)), false, &twin, &size), t[1].y[e] = *twin,
         t[2].y[e] = *size;
@@ -211,10 +194,10 @@ static void draw_gmm_list(int64_t index)
     }
     const double c = check_c(most + 1);
     for (int64_t e = 0; e < g.E; e++) {
-        compare("y", &t[0].y[e], &t[1].y[e], &t[2].y[e], c);
-        compare("dx", &t[0].dx[e], &t[1].dx[e], &t[2].dx[e], c);
-        compare("dw", &t[0].dw[e], &t[1].dw[e], &t[2].dw[e], c);
-        compare("dbias", &t[0].dbias[e], &t[1].dbias[e], &t[2].dbias[e], c);
+        check_sums("y", &t[0].y[e], &t[1].y[e], &t[2].y[e], c);
+        check_sums("dx", &t[0].dx[e], &t[1].dx[e], &t[2].dx[e], c);
+        check_sums("dw", &t[0].dw[e], &t[1].dw[e], &t[2].dw[e], c);
+        check_sums("dbias", &t[0].dbias[e], &t[1].dbias[e], &t[2].dbias[e], c);
     }
 }
 

@@ -57,6 +57,28 @@ static const fmoe_tensor *mixed(const check_layer *l, const fmoe_tensor *list, i
     return list ? all : NULL;
 }
 
+fmoe_desc layer_draw(void)
+{
+    fmoe_desc d = FMOE_DESC_INIT;
+    d.op = FMOE_OP_EXPERTS;
+    d.dtype = (int32_t)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
+    d.act = check_acts[check_below(CHECK_ACTS)];
+    d.E = CHECK_PICK(1, 3, 8, 17);
+    d.k = CHECK_PICK(1, 2, 4);
+    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) | CHECK_PICK(0, FMOE_SKIP_NEG1));
+    d.rank1 = CHECK_PICK(0, 0, 5, 16);
+    d.rank2 = CHECK_PICK(0, 0, 3, 65);
+    return d;
+}
+
+void layer_note(const check_layer *l)
+{
+    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " rank=%" PRId64 ",%" PRId64
+               " dtype=%d act=%d flags=%u layout=%d",
+               l->T, l->d.H, l->d.I, l->d.E, l->d.k, l->d.rank1, l->d.rank2, l->d.dtype, l->d.act, l->d.flags,
+               l->layout);
+}
+
 static void make_outputs(check_layer *l)
 {
     const fmoe_desc *d = &l->d;

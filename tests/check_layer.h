@@ -15,7 +15,7 @@ enum {                       /* how the tensors lie */
        LAYER_GRAD_TURNED = 64, /* gradients in the other orientation than the weights */
        LAYER_WIDE_BIAS = 128,
        LAYER_GRAD_LIST =
-           256, /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
+           256,          /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
        LAYER_MIXED = 512 /* in lists of weights: one matrix [out,in], the next [in,out] */
 };
 
@@ -30,8 +30,12 @@ typedef struct check_layer {
     fmoe_experts_args forward, backward;
 } check_layer;
 
+/* Experts of any kind, without sizes: dtype, activation, E, k, flags, ranks. */
+fmoe_desc layer_draw(void);
 /* Inputs drawn, outputs poisoned; nothing run yet. */
 check_layer layer_make(const fmoe_desc *d, int64_t T, int layout);
+/* check_note of all that was drawn. */
+void layer_note(const check_layer *l);
 /* The same numbers under another plan, in fresh outputs. */
 check_layer layer_again(const check_layer *l, const fmoe_desc *d);
 /* Forward (with saved state unless the plan recomputes) and backward. */

@@ -252,6 +252,24 @@ void check_equal(const char *what, const fmoe_tensor *a, const fmoe_tensor *b)
         }
 }
 
+fmoe_tensor *check_magnitudes(const fmoe_tensor *t)
+{
+    fmoe_tensor *m = check_f64(t);
+    for (int64_t i = 0; m && i < check_count(m); i++) ((double *)m->data)[i] = fabs(((double *)m->data)[i]);
+    return m;
+}
+
+void check_sums(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
+                double c)
+{
+    const int dtype = fmoe_tensor_dtype(got);
+    for (int64_t i = 0; i < check_count(want) && !check_failed(); i++) {
+        const double w = check_get(want, i), m = check_get(magnitude, i);
+        check_near(what, i, check_get(got, i), w, c * U32 * m + 1.01 * check_u(dtype) * fabs(w) + check_tiny(dtype));
+    }
+    check_gaps(what, got);
+}
+
 double check_rel_l2(const fmoe_tensor *got, const fmoe_tensor *want)
 {
     double error = 0, norm = 0;

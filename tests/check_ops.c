@@ -30,25 +30,6 @@ static fmoe_tensor *f64_rows(int64_t rows, int64_t cols)
     return check_tensor(FMOE_F64, CHECK_SHAPE(rows, cols), NULL);
 }
 
-static fmoe_tensor *magnitudes(const fmoe_tensor *t)
-{
-    fmoe_tensor *m = check_f64(t);
-    for (int64_t i = 0; m && i < check_count(m); i++) ((double *)m->data)[i] = fabs(((double *)m->data)[i]);
-    return m;
-}
-
-static void compare(const char *what, const fmoe_tensor *got, const fmoe_tensor *want, const fmoe_tensor *magnitude,
-                    double c)
-{
-    const int dtype = fmoe_tensor_dtype(got);
-    for (int64_t i = 0; i < check_count(want) && !check_failed(); i++) {
-        const double w = check_get(want, i);
-        check_near(what, i, check_get(got, i), w,
-                   c * U32 * check_get(magnitude, i) + 1.01 * check_u(dtype) * fabs(w) + check_tiny(dtype));
-    }
-    check_gaps(what, got);
-}
-
 static void compare_ints(const char *what, const fmoe_tensor *got, const fmoe_tensor *want)
 {
     for (int64_t i = 0; i < check_count(want); i++)
@@ -150,7 +131,7 @@ static void draw_route(int64_t index)
     if (!replay) check_distinct(ids, E);
     compare_ints("ids", ids, ids_want);
     compare_ints("bad_rows", bad_rows, bad_want);
-    compare("weights", weights, weights_want, weights_want, 0.01); /* in double until stored */
+    check_sums("weights", weights, weights_want, weights_want, 0.01); /* in double until stored */
     if (bad || check_failed()) return;
 
     a.dweights = check_fill(check_tensor(plan_or_f32(d.dtype), CHECK_SHAPE(T, k), NULL), 1);
@@ -163,7 +144,7 @@ static void draw_route(int64_t index)
     CHECK_OK(fmoe_route_backward(ref, &r, &run_ref));
     fmoe_tensor *ones = f64_rows(T, E); /* of order 1 before cancelling, in double */
     for (int64_t i = 0; i < T * E; i++) check_set(ones, i, 1);
-    compare("dlogits", a.dlogits, r.dlogits, ones, 1e-4);
+    check_sums("dlogits", a.dlogits, r.dlogits, ones, 1e-4);
 }
 
 /* ---- permute and unpermute ---- */
@@ -194,7 +175,7 @@ static void draw_permute(int64_t index)
     CHECK_OK(fmoe_permute_forward(ref, &r, &run_ref));
     compare_ints("map", map, map_want);
     if (counts) compare_ints("counts", counts, counts_want);
-    compare("xp", xp, xp_want, xp_want, 0); /* a copy: the bound is met with zero error */
+    check_sums("xp", xp, xp_want, xp_want, 0); /* a copy: the bound is met with zero error */
     for (int64_t i = 0; i < R * H && !check_failed(); i++)
         if (check_get(xp, i) != check_get(xp_want, i)) check_fail("xp[%" PRId64 "] is not a copy", i);
 
@@ -209,9 +190,9 @@ static void draw_permute(int64_t index)
     CHECK_OK(fmoe_permute_backward(ref, &r, &run_ref));
     fmoe_permute_args m = r;
     m.x = f64_rows(T, H);
-    m.xp = magnitudes(xp);
+    m.xp = check_magnitudes(xp);
     CHECK_OK(fmoe_permute_backward(ref, &m, &run_ref));
-    compare("dx", a.x, r.x, m.x, check_c(k));
+    check_sums("dx", a.x, r.x, m.x, check_c(k));
 }
 
 /* A map as permute makes it. */
@@ -249,17 +230,17 @@ static void draw_unpermute(int64_t index)
     fmoe_unpermute_args r = {
         .size = sizeof r, .y = check_f64(y), .map = map, .weights = check_f64(p), .out = f64_rows(T, H)};
     fmoe_unpermute_args m = {
-        .size = sizeof m, .y = magnitudes(y), .map = map, .weights = magnitudes(p), .out = f64_rows(T, H)};
+        .size = sizeof m, .y = check_magnitudes(y), .map = map, .weights = check_magnitudes(p), .out = f64_rows(T, H)};
     fmoe_run run = check_run(plan, FMOE_FORWARD, T, 0), run_ref = check_run(ref, FMOE_FORWARD, T, 0);
     CHECK_OK(fmoe_unpermute_forward(plan, &a, &run));
     CHECK_OK(fmoe_unpermute_forward(ref, &r, &run_ref));
     CHECK_OK(fmoe_unpermute_forward(ref, &m, &run_ref));
-    compare("out", a.out, r.out, m.out, check_c(k));
+    check_sums("out", a.out, r.out, m.out, check_c(k));
 
     fmoe_tensor *dout = check_fill(check_rows(d.dtype, T, H, check_below(3)), 1);
     a.dout = dout;
     r.dout = check_f64(dout);
-    m.dout = magnitudes(dout);
+    m.dout = check_magnitudes(dout);
     a.dy = check_below(4) ? check_rows(d.dtype, R, H, check_below(3)) : NULL;
     a.dweights = check_below(4) ? check_tensor(plan_or_f32(d.dtype), CHECK_SHAPE(T, k), NULL) : NULL;
     if (!a.dweights && check_below(2)) a.y = NULL; /* not needed then */
@@ -272,8 +253,8 @@ static void draw_unpermute(int64_t index)
     CHECK_OK(fmoe_unpermute_backward(plan, &a, &run));
     CHECK_OK(fmoe_unpermute_backward(ref, &r, &run_ref));
     CHECK_OK(fmoe_unpermute_backward(ref, &m, &run_ref));
-    if (a.dy) compare("dy", a.dy, r.dy, m.dy, 1);
-    if (a.dweights) compare("dweights", a.dweights, r.dweights, m.dweights, check_c(H));
+    if (a.dy) check_sums("dy", a.dy, r.dy, m.dy, 1);
+    if (a.dweights) check_sums("dweights", a.dweights, r.dweights, m.dweights, check_c(H));
 }
 
 /* ---- activation ---- */

@@ -32,24 +32,14 @@ static fmoe_weights instead(fmoe_weights w, const packed_buffer *b)
 
 static check_layer draw_layer(void)
 {
-    fmoe_desc d = FMOE_DESC_INIT;
-    d.op = FMOE_OP_EXPERTS;
-    d.dtype = (int32_t)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
-    d.act = check_acts[check_below(CHECK_ACTS)];
-    d.E = CHECK_PICK(1, 3, 8, 17);
-    d.k = CHECK_PICK(1, 2, 4);
+    fmoe_desc d = layer_draw();
     d.H = check_below(4) || check_quick ? check_size(200) : CHECK_PICK(513, 1025, 2049); /* a last chunk of one k */
     d.I = check_below(4) || check_quick ? check_size(200) : CHECK_PICK(257, 600, 1025);
-    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) | CHECK_PICK(0, FMOE_SKIP_NEG1));
-    d.rank1 = CHECK_PICK(0, 0, 5, 16);
-    d.rank2 = CHECK_PICK(0, 0, 3, 65);
     d.threads = (int32_t)CHECK_PICK(1, 2, 5);
     const bool large = d.H > 200 || d.I > 200;
     if (large) d.E = CHECK_PICK(1, 3);
     check_layer l = layer_make(&d, large ? CHECK_PICK(1, 7) : CHECK_PICK(0, 1, 2, 7, 40, 150), (int)check_below(256));
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
-               " dtype=%d act=%d flags=%u layout=%d rank1=%" PRId64 " rank2=%" PRId64,
-               l.T, l.d.H, l.d.I, l.d.E, l.d.k, l.d.dtype, l.d.act, l.d.flags, l.layout, l.d.rank1, l.d.rank2);
+    layer_note(&l);
     return l;
 }
 
@@ -127,8 +117,8 @@ static void refused(const check_layer *l, fmoe_status want, const char *first, c
     if (got != FMOE_OK && (!strstr(text, first) || !strstr(text, second)))
         check_fail("\"%s\" names neither %s nor %s", text, first, second);
     const unsigned char *bytes = fmoe_data(l->out);
-    for (int64_t i = 0; i < check_count(l->out); i++)
-        if (bytes[i] != 0xff) check_fail("%s, but byte %" PRId64 " of out was written", fmoe_status_string(got), i);
+    for (size_t i = 0; i < (size_t)check_count(l->out) * fmoe_dtype_size(l->d.dtype); i++)
+        if (bytes[i] != 0xff) check_fail("%s, but byte %zu of out was written", fmoe_status_string(got), i);
 }
 
 static void draw_refused(int64_t index)

@@ -7,26 +7,11 @@
 
 static fmoe_desc draw_desc(void)
 {
-    fmoe_desc d = FMOE_DESC_INIT;
-    d.op = FMOE_OP_EXPERTS;
-    d.dtype = (int32_t)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
-    d.act = check_acts[check_below(CHECK_ACTS)];
-    d.E = CHECK_PICK(1, 3, 8, 17);
-    d.k = CHECK_PICK(1, 2, 4);
+    fmoe_desc d = layer_draw();
     d.H = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
     d.I = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
-    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) | CHECK_PICK(0, FMOE_SKIP_NEG1));
-    d.rank1 = CHECK_PICK(0, 0, 5, 16);
-    d.rank2 = CHECK_PICK(0, 0, 3, 65);
     d.threads = 1;
     return d;
-}
-
-static void describe(const check_layer *l)
-{
-    check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64
-               " dtype=%d act=%d flags=%u layout=%d",
-               l->T, l->d.H, l->d.I, l->d.E, l->d.k, l->d.dtype, l->d.act, l->d.flags, l->layout);
 }
 
 static check_layer draw_layer(void)
@@ -34,7 +19,7 @@ static check_layer draw_layer(void)
     const fmoe_desc d = draw_desc();
     check_layer l = layer_make(&d, check_quick ? CHECK_PICK(1, 7, 20) : CHECK_PICK(1, 2, 7, 40, 70, 130),
                                (int)(check_below(256) | (check_below(4) ? 0 : LAYER_MIXED)));
-    describe(&l);
+    layer_note(&l);
     return l;
 }
 
@@ -212,7 +197,7 @@ static void draw_scale(int64_t index)
     fmoe_desc d = draw_desc();
     d.dtype = FMOE_F32;
     check_layer l = layer_make(&d, CHECK_PICK(1, 7, 40), 0);
-    describe(&l);
+    layer_note(&l);
     layer_run(&l, 0, 0);
     for (int64_t i = 0; i < check_count(l.p); i++) check_set(l.p, i, 4 * check_get(l.p, i));
     check_layer s = layer_again(&l, &l.d);

@@ -81,10 +81,8 @@ static inline float fmoe_bf16_to_float(uint16_t b) { return fmoe_bits_to_float((
 
 static inline uint16_t fmoe_float_to_bf16(float f)
 {
-    const uint32_t u = fmoe_float_to_bits(f);
-    const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    const uint32_t quiet = (u >> 16) | 0x40u;
-    return (uint16_t)((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+    const uint32_t u = fmoe_float_to_bits(f), rounded = u + 0x7fffu + ((u >> 16) & 1u), quiet = u | 0x400000u;
+    return (uint16_t)((f == f ? rounded : quiet) >> 16);
 }
 
 static inline float fmoe_f16_to_float(uint16_t h)

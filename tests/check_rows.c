@@ -92,13 +92,15 @@ void check_store_block(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(store, fmoe_store_block_fn, k, &check_table);
     const int dtype = strstr(k->field, "bf16") ? FMOE_BF16 : strstr(k->field, "f16") ? FMOE_F16 : FMOE_F32;
-    const int64_t m = index < 8 ? index : check_below(30), n = check_below(2) ? FMOE_NB : check_below(FMOE_NB + 1);
+    const int64_t m = index < 8 ? index : check_below(30),
+                  n = CHECK_PICK(FMOE_NB, FMOE_NB, FMOE_NB / 2, check_below(FMOE_NB + 1));
     const int64_t gap = check_below(2) ? 0 : CHECK_PICK(1, 7, 16, 64 - n % 64);
-    check_note("m=%" PRId64 " n=%" PRId64 " gap=%" PRId64, m, n, gap);
+    const bool past = check_below(2);
+    check_note("m=%" PRId64 " n=%" PRId64 " gap=%" PRId64 "%s", m, n, gap, past ? " past the cache" : "");
     fmoe_tensor *dst = check_rows(dtype, m, n, gap);
     float *c = floats(m * FMOE_NB);
     for (int64_t i = 0; i < m * FMOE_NB; i++) c[i] = awkward(dtype == FMOE_BF16);
-    store(dst->data, n + gap, c, m, n);
+    store(dst->data, n + gap, c, m, n, past);
     for (int64_t i = 0; i < m * n && !check_failed(); i++) {
         const float x = c[i / n * FMOE_NB + i % n];
         const double got = check_get(dst, i);
@@ -112,7 +114,7 @@ void bench_store_block(const check_kernel *k, const fmoe_kernels *table, int64_t
 {
     CHECK_KERNEL_FN(store, fmoe_store_block_fn, k, table);
     static float c[16 * FMOE_NB], dst[16 * 1024] __attribute__((aligned(64)));
-    for (int i = 0; i < 100; i++) store(dst, 1024, c, 16, FMOE_NB);
+    for (int i = 0; i < 100; i++) store(dst, 1024, c, 16, FMOE_NB, true);
     *items = 100 * 16 * FMOE_NB;
     *flops = 0;
 }

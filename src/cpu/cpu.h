@@ -281,6 +281,11 @@ void fmoe_column_sums(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
 void fmoe_load_row(const fmoe_kernels *k, int dtype, float *dst, const void *src, int64_t n);
 void fmoe_store_row(const fmoe_kernels *k, int dtype, void *dst, const float *src, int64_t n);
 
+static inline fmoe_store_block_fn *fmoe_store_block(const fmoe_kernels *k, int dtype)
+{
+    return dtype == FMOE_BF16 ? k->store_block_bf16 : dtype == FMOE_F16 ? k->store_block_f16 : k->store_block_f32;
+}
+
 static inline float fmoe_get_float(const void *p, int dtype, int64_t i)
 {
     switch (dtype) {

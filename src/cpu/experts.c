@@ -122,17 +122,8 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
     }
     const float *const v = u->p->gated ? c + FMOE_NB / 2 : c;
     char *const h = u->h + (row * h_cols + i0) * he, *const h_up = h + (u->p->gated ? I * he : 0);
-    if (u->h && u->past) {
-        fmoe_store_block_fn *store = dtype == FMOE_BF16  ? k->store_block_bf16
-                                     : dtype == FMOE_F16 ? k->store_block_f16
-                                                         : k->store_block_f32;
-        if (u->p->gated) store(h, h_cols, c, rows, ni);
-        store(h_up, h_cols, v, rows, ni);
-    }
-    for (int64_t i = 0; i < rows && u->h && !u->past; i++) {
-        if (u->p->gated) fmoe_store_row(k, dtype, h + i * h_cols * he, c + i * FMOE_NB, ni);
-        fmoe_store_row(k, dtype, h_up + i * h_cols * he, v + i * FMOE_NB, ni);
-    }
+    if (u->h && u->p->gated) fmoe_store_block(k, dtype)(h, h_cols, c, rows, ni, u->past);
+    if (u->h) fmoe_store_block(k, dtype)(h_up, h_cols, v, rows, ni, u->past);
     if (u->a) k->act_block(&u->act, c, v, rows, ni, u->a + (row * I + i0) * we, I, work);
 }
 

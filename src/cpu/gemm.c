@@ -722,15 +722,13 @@ void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, 
     const fmoe_kernels *k = &job->cpu->k;
     const int dtype = fmoe_tensor_dtype(job->out);
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), stride = fmoe_stride(job->out, 0);
-    for (int64_t t = t0; t < t1; t++) {
-        char *dst = (char *)fmoe_data(job->out) + (t * stride + n0) * element;
-        float *sum = s->sums + (t - t0) * FMOE_NB, old[FMOE_NB];
-        if (job->add) {
-            fmoe_load_row(k, dtype, old, dst, n);
-            k->axpy(sum, 1.0f, old, n);
-        }
-        fmoe_store_row(k, dtype, dst, sum, n);
+    char *const dst = (char *)fmoe_data(job->out) + (t0 * stride + n0) * element;
+    for (int64_t t = 0; t < t1 - t0 && job->add; t++) {
+        float old[FMOE_NB];
+        fmoe_load_row(k, dtype, old, dst + t * stride * element, n);
+        k->axpy(s->sums + t * FMOE_NB, 1.0f, old, n);
     }
+    fmoe_store_block(k, dtype)(dst, stride, s->sums, t1 - t0, n, false);
 }
 
 static void out_worker(void *arg, int worker)

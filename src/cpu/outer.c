@@ -107,10 +107,7 @@ static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_
                         int dtype, bool accumulate)
 {
     if (!accumulate) {
-        fmoe_store_block_fn *store = dtype == FMOE_BF16  ? k->store_block_bf16
-                                     : dtype == FMOE_F16 ? k->store_block_f16
-                                                         : k->store_block_f32;
-        store(dst, stride, c, m, n);
+        fmoe_store_block(k, dtype)(dst, stride, c, m, n, true);
         return;
     }
     float row[FMOE_NB];
@@ -213,7 +210,7 @@ static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t 
     for (int64_t n = n0; n < n0 + m; n++) {
         char *row = v.p + n * v.sn * element;
         for (int64_t i = 0; i < bytes; i += 16 * BLOCK)
-            job->cpu->k.store_block_f32(row + i, FMOE_NB, zeros[0], fmoe_min(16, (bytes - i) / BLOCK), FMOE_NB);
+            job->cpu->k.store_block_f32(row + i, FMOE_NB, zeros[0], fmoe_min(16, (bytes - i) / BLOCK), FMOE_NB, true);
         memset(row + bytes / BLOCK * BLOCK, 0, (size_t)(bytes % BLOCK));
     }
 }

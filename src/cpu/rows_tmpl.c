@@ -60,19 +60,26 @@ static inline void stream_out(void *dst, const void *src, size_t n) { memcpy(dst
 
 static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, src, (size_t)n * sizeof *src); }
 
+/* Blocks are 64 or 32 columns wide but for the last: lengths that the compiler may know. */
 #define STORE_BLOCK(type, convert, bytes)                                                                              \
-    void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n)                \
+    static inline __attribute__((always_inline)) void store_##type(char *to, int64_t stride, const float *c,           \
+                                                                   int64_t m, const int64_t n, const bool past)        \
     {                                                                                                                  \
-        char *to = dst;                                                                                                \
-        const bool whole = n * bytes % 64 == 0 && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                \
         for (int64_t i = 0; i < m; i++, to += stride * bytes, c += FMOE_NB)                                            \
-            if (whole) {                                                                                               \
+            if (past) {                                                                                                \
                 _Alignas(64) char row[FMOE_NB * bytes];                                                                \
                 convert(row, c, n);                                                                                    \
                 stream_out(to, row, (size_t)n *bytes);                                                                 \
             } else {                                                                                                   \
                 convert(to, c, n);                                                                                     \
             }                                                                                                          \
+    }                                                                                                                  \
+    void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool past)     \
+    {                                                                                                                  \
+        const bool whole = n * bytes % 64 == 0 && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                \
+        if (n == FMOE_NB) store_##type(dst, stride, c, m, FMOE_NB, past && whole);                                     \
+        else if (n == FMOE_NB / 2) store_##type(dst, stride, c, m, FMOE_NB / 2, past && whole);                        \
+        else store_##type(dst, stride, c, m, n, past && whole);                                                        \
     }
 STORE_BLOCK(f32, to_f32, 4)
 STORE_BLOCK(bf16, NAME(fmoe_store_bf16), 2)
@@ -82,7 +89,10 @@ STORE_BLOCK(f16, NAME(fmoe_store_f16), 2)
 
 void NAME(fmoe_axpy)(float *restrict y, float s, const float *restrict x, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
+    if (n == FMOE_NB)
+        for (int64_t i = 0; i < FMOE_NB; i++) y[i] += s * x[i];
+    else
+        for (int64_t i = 0; i < n; i++) y[i] += s * x[i];
 }
 
 static inline float add_parts(float part[16])
@@ -104,13 +114,15 @@ float NAME(fmoe_dot)(const float *x, const float *y, int64_t n)
 
 /* ---- functions; NaN in gives NaN out ---- */
 
-/* exp to 3 ulp (2.9 measured): x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r, then 2^n by the exponent
- * bits in two halves (so that results down to the smallest denormal and up to the largest number come out). */
-static inline float exp_f(float x)
+/* exp(x) = p * 2^n to 3 ulp (2.9 measured): x = n ln2 + r, |r| <= ln2/2, a polynomial of degree 6 in r. */
+typedef struct power {
+    float p;
+    uint32_t n; /* more than n by 0x4b400000, whose lowest bit is 2^22 */
+} power;
+
+static inline power exp_parts(float x)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer in the low bits */
-    x = x > 89.0f ? 89.0f : x;
-    x = x < -104.0f ? -104.0f : x;
     const float shifted = x * 1.44269504f + magic;
     const float n = shifted - magic;
     const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -121,9 +133,19 @@ static inline float exp_f(float x)
     p = p * r + 0.5f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    const int32_t e = (int32_t)(fmoe_float_to_bits(shifted) - 0x4b400000u);
-    const int32_t half = e >> 1;
-    return p * fmoe_bits_to_float((uint32_t)(half + 127) << 23) * fmoe_bits_to_float((uint32_t)(e - half + 127) << 23);
+    return (power){p, fmoe_float_to_bits(shifted)};
+}
+
+/* 2^n by the exponent bits in two halves, so that results down to the smallest denormal and up to the largest number
+ * come out. */
+static inline float exp_f(float x)
+{
+    x = x > 89.0f ? 89.0f : x;
+    x = x < -104.0f ? -104.0f : x;
+    const power e = exp_parts(x);
+    const int32_t n = (int32_t)(e.n - 0x4b400000u), half = n >> 1;
+    return e.p * fmoe_bits_to_float((uint32_t)(half + 127) << 23) *
+           fmoe_bits_to_float((uint32_t)(n - half + 127) << 23);
 }
 
 typedef struct logistic {
@@ -132,7 +154,11 @@ typedef struct logistic {
 
 static inline logistic sigmoid_f(float x)
 {
-    const float e = exp_f(x < -88.0f ? 88.0f : -x), s = 1.0f / (1.0f + e); /* e stays finite: e * s is never Inf * 0 */
+    float y = -x; /* to where 2^n is a normal number: beyond, s is 0 or 1 to the last bit, and c next to nothing */
+    y = 88.0f < y ? 88.0f : y;
+    y = -87.0f > y ? -87.0f : y;
+    const power parts = exp_parts(y);
+    const float e = parts.p * fmoe_bits_to_float((parts.n << 23) + 0x3f800000u), s = 1.0f / (1.0f + e);
     return (logistic){s, e * s};
 }
 
@@ -240,18 +266,24 @@ static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
 
 /* ---- activations ---- */
 
-#define FORWARD_GATED(id, fn)                                                                                          \
+/* m rows, FMOE_NB apart in g and u and `bytes` in a; rows of a may lie pages apart, so those to come are fetched. */
+#define FORWARD(id, value)                                                                                             \
     case id:                                                                                                           \
-        for (int64_t i = 0; i < n; i++) a[i] = fn(g[i], u[i], alpha, limit).a;                                         \
+        for (int64_t i = 0; i < m; i++, to += bytes, g += FMOE_NB, u += FMOE_NB) {                                     \
+            float wide[FMOE_NB], *const restrict a = bf16 ? wide : (float *)(void *)to;                                \
+            if (i + AHEAD < m) __builtin_prefetch(to + AHEAD * bytes, 1, 3);                                           \
+            for (int64_t j = 0; j < n; j++) a[j] = value;                                                              \
+            if (bf16) NAME(fmoe_store_bf16)(to, wide, n);                                                              \
+        }                                                                                                              \
         return;
-#define FORWARD_PLAIN(id, fn)                                                                                          \
-    case id:                                                                                                           \
-        for (int64_t i = 0; i < n; i++) a[i] = fn(u[i]).f;                                                             \
-        return;
+#define FORWARD_GATED(id, fn) FORWARD(id, fn(g[j], u[j], alpha, limit).a)
+#define FORWARD_PLAIN(id, fn) FORWARD(id, fn(u[j]).f)
 
-static inline __attribute__((always_inline)) void act_row(const fmoe_act_params *act, const float *restrict g,
-                                                          const float *restrict u, float *restrict a, const int64_t n)
+static inline __attribute__((always_inline)) void act_rows(const fmoe_act_params *act, const float *restrict g,
+                                                           const float *restrict u, int64_t m, const int64_t n,
+                                                           char *restrict to, int64_t bytes, const bool bf16)
 {
+    enum { AHEAD = 6 };
     const float alpha = act->alpha, limit = act->limit;
     switch (act->act) {
         FORWARD_GATED(FMOE_ACT_SWIGLU, gated_silu)
@@ -273,26 +305,18 @@ static inline __attribute__((always_inline)) void act_row(const fmoe_act_params 
 void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
                             float *restrict a, int64_t n)
 {
-    act_row(act, g, u, a, n);
+    act_rows(act, g, u, 1, n, (char *)a, 0, false);
 }
 
-/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know; rows of a lie pages
- * apart, so those to come are fetched. 34 to 25 ns a row: half a point of the ceiling at 512 rows an expert. */
+/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know. */
 void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n, void *a,
                           int64_t stride, int dtype)
 {
-    enum { AHEAD = 6 };
-    const int64_t bytes = stride * (dtype == FMOE_BF16 ? 2 : 4), half = FMOE_NB / 2;
-    char *to = a;
-    for (int64_t i = 0; i < m; i++, to += bytes, g += FMOE_NB, u += FMOE_NB) {
-        float row[FMOE_NB];
-        if (i + AHEAD < m) __builtin_prefetch(to + AHEAD * bytes, 1, 3);
-        if (n == half) act_row(act, g, u, row, half);
-        else act_row(act, g, u, row, n);
-        if (dtype != FMOE_BF16) memcpy(to, row, (size_t)n * sizeof *row);
-        else if (n == half) NAME(fmoe_store_bf16)(to, row, half);
-        else NAME(fmoe_store_bf16)(to, row, n);
-    }
+    enum { HALF = FMOE_NB / 2 };
+    if (dtype == FMOE_BF16 && n == HALF) act_rows(act, g, u, m, HALF, a, 2 * stride, true);
+    else if (dtype == FMOE_BF16) act_rows(act, g, u, m, n, a, 2 * stride, true);
+    else if (n == HALF) act_rows(act, g, u, m, HALF, a, 4 * stride, false);
+    else act_rows(act, g, u, m, n, a, 4 * stride, false);
 }
 
 #define ONE_GATED(fn, i, j)                                                                                            \

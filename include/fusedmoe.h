@@ -177,7 +177,12 @@ enum {
     FMOE_RECOMPUTE = 4,   /* keep nothing but x for backward and compute h again */
     FMOE_SKIP_NEG1 = 8,   /* id -1 skips the slot: zero output, zero gradient */
     FMOE_SKIP_E = 16,     /* id E skips the slot (transformers' expert parallelism) */
-    FMOE_SHARED_GATE = 32 /* block: the shared expert's output is scaled by sigmoid(x . shared_gate) */
+    FMOE_SHARED_GATE = 32, /* block: the shared expert's output is scaled by sigmoid(x . shared_gate) */
+    /* Forward of experts, block and activation, CPU only: the result of every operation is rounded to bf16 or f16, as
+     * in a model that computes operation by operation in that type: h and y as products (an adapter's part inside) and
+     * again with their bias, every operation of the activation, p * y where p is of that type. Sums over k, and over
+     * the slots of a token, stay in f32. Farther from the exact result, nearer to such a model's. f32, f64: no effect. */
+    FMOE_ROUND_STEPS = 64
 };
 
 typedef struct fmoe_desc {

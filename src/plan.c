@@ -157,11 +157,13 @@ static bool act_known(int32_t act)
 static fmoe_status check_desc(const fmoe_desc *d)
 {
     const uint32_t known =
-        FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E | FMOE_SHARED_GATE;
+        FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E | FMOE_SHARED_GATE | FMOE_ROUND_STEPS;
     if (d->dtype < FMOE_F32 || d->dtype > FMOE_F64)
         return fmoe_fail(FMOE_ERR_DTYPE, "dtype is %d, must be a value of fmoe_dtype (1 to 4)", d->dtype);
     if (d->flags & ~known)
         return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has unknown bits, known are 0x%x", d->flags, known);
+    if ((d->flags & FMOE_ROUND_STEPS) && d->device.type != 0 && d->device.type != FMOE_CPU)
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS is for the CPU, device.type is %d", d->device.type);
     if (d->threads < 0 || d->threads > 65536)
         return fmoe_fail(FMOE_ERR_ARG, "threads is %d, must be between 0 and 65536", d->threads);
     const bool layer = d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_BLOCK;

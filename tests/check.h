@@ -35,6 +35,7 @@ extern const check_case check_layer_cases[]; /* check_layer.c: experts */
 extern const check_case check_block_cases[]; /* check_block.c */
 extern const check_case check_same_cases[];  /* check_same.c: metamorphic, determinism */
 extern const check_case check_packed_cases[]; /* check_packed.c: packed weights */
+extern const check_case check_steps_cases[]; /* check_steps.c: FMOE_ROUND_STEPS */
 
 /* One line of kernels.inc at the level under test. */
 typedef struct check_kernel {

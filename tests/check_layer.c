@@ -279,7 +279,7 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
     const double p = b->p[slot], us = l->d.dtype == FMOE_F32 ? 0 : 1.01 * check_u(l->d.dtype);
     const double *x = b->x + t * H, *dout = b->dout + t * H, *w1 = b->w1 + e * C * H, *w2 = b->w2 + e * H * I;
     const fmoe_act_params act = {l->d.act, l->d.act_alpha == 0 ? 1.702f : l->d.act_alpha,
-                                 l->d.act_limit == 0 ? 7 : l->d.act_limit};
+                                 l->d.act_limit == 0 ? 7 : l->d.act_limit, 0};
     const int64_t r1 = l->d.rank1, r2 = l->d.rank2;
     const double *a1 = b->lora[0] + e * r1 * H, *b1 = b->lora[1] + e * C * r1, *a2 = b->lora[2] + e * r2 * I,
                  *b2 = b->lora[3] + e * H * r2;

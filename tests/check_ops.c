@@ -285,7 +285,7 @@ static void draw_activation(int64_t index)
     CHECK_OK(fmoe_activation_backward(plan, &a, &run));
     CHECK_OK(fmoe_activation_backward(ref, &r, &run_ref));
 
-    const fmoe_act_params act = {d.act, 1.702f, d.act_limit == 0 ? 7 : d.act_limit};
+    const fmoe_act_params act = {d.act, 1.702f, d.act_limit == 0 ? 7 : d.act_limit, 0};
     const double us = 1.01 * check_u(d.dtype), tiny = check_tiny(d.dtype);
     for (int64_t i = 0; i < R * I && !check_failed(); i++) {
         const int64_t row = i / I, j = i % I;

@@ -155,7 +155,7 @@ static float act_input(void)
 
 static act_draw draw_act(int64_t index)
 {
-    act_draw d = {.act = {check_acts[index % CHECK_ACTS], 1.702f, 7}, .n = length(index / CHECK_ACTS * 7 % 18)};
+    act_draw d = {.act = {check_acts[index % CHECK_ACTS], 1.702f, 7, 0}, .n = length(index / CHECK_ACTS * 7 % 18)};
     if (check_below(2)) d.act.limit = 0.5f, d.act.alpha = 1;
     d.gated = d.act.act < FMOE_ACT_SILU;
     d.g = d.gated ? floats(d.n) : NULL; /* an ungated kernel that looks at g meets NULL */
@@ -244,7 +244,7 @@ void check_act_backward(const check_kernel *k, int64_t index)
 void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
     static float g[64], u[64], da[64], dg[64], du[64], a[64];
-    const fmoe_act_params act = {FMOE_ACT_SWIGLU, 1.702f, 7};
+    const fmoe_act_params act = {FMOE_ACT_SWIGLU, 1.702f, 7, 0};
     if (strstr(k->field, "forward")) {
         CHECK_KERNEL_FN(forward, fmoe_act_forward_fn, k, table);
         for (int i = 0; i < 200; i++) forward(&act, g, u, a, 64);

@@ -10,6 +10,7 @@ static fmoe_desc draw_desc(void)
     fmoe_desc d = layer_draw();
     d.H = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
     d.I = check_below(4) || check_quick ? check_size(check_quick ? 80 : 200) : CHECK_PICK(513, 600, 1025);
+    d.flags |= (uint32_t)CHECK_PICK(0, 0, 0, FMOE_ROUND_STEPS);
     d.threads = 1;
     return d;
 }

@@ -22,7 +22,7 @@ static fmoe_desc draw_desc(fuzz_input *in)
     d.H = draw_size(in), d.I = draw_size(in), d.E = draw_size(in), d.k = draw_size(in);
     d.K = draw_size(in), d.N = draw_size(in), d.shared_I = draw_size(in);
     d.act = fuzz_byte(in) % 7 + (fuzz_byte(in) > 200 ? 16 : 0);
-    d.flags = fuzz_byte(in) % 64 & ~(uint32_t)(d.op == FMOE_OP_BLOCK ? 0 : FMOE_SHARED_GATE);
+    d.flags = fuzz_byte(in) % 128 & ~(uint32_t)(d.op == FMOE_OP_BLOCK ? 0 : FMOE_SHARED_GATE);
     d.act_alpha = fuzz_finite(in), d.act_limit = fabsf(fuzz_float(in));
     d.route.score = fuzz_byte(in) % 4;
     d.route.renormalize = fuzz_byte(in) % 2;

@@ -37,7 +37,9 @@ TEST(row16_plan_arguments)
     REFUSE(d.op = 7, FMOE_ERR_ARG, "op", "7");
     REFUSE(d.dtype = 0, FMOE_ERR_DTYPE, "dtype", "0");
     REFUSE(d.dtype = 5, FMOE_ERR_DTYPE, "dtype", "5");
-    REFUSE(d.flags = 64, FMOE_ERR_ARG, "flags", "0x40");
+    REFUSE(d.flags = 128, FMOE_ERR_ARG, "flags", "0x80");
+    REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_CUDA, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "2");
+    REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_ASCEND, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "12");
     REFUSE(d.threads = -1, FMOE_ERR_ARG, "threads", "-1");
     REFUSE(d.threads = 65537, FMOE_ERR_ARG, "threads", "65537");
     REFUSE(d.act = 7, FMOE_ERR_ARG, "act", "7");

@@ -78,7 +78,7 @@ static void act_rows(void *arg, int64_t begin, int64_t end)
 
 static fmoe_status run_activation(const fmoe_plan_impl *p, const fmoe_activation_args *a, bool backward)
 {
-    act_ctx ctx = {p, a, {p->d.act, p->d.act_alpha, p->d.act_limit}, backward};
+    act_ctx ctx = {p, a, fmoe_act_of(p), backward};
     fmoe_for_rows(p, a->h->shape[0], GRAIN, act_rows, &ctx);
     return FMOE_OK;
 }

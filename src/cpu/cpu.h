@@ -219,6 +219,7 @@ typedef struct fmoe_out_job {
     const fmoe_tensor *bias;    /* [E,N] added before p; NULL: none */
     const fmoe_tensor *out;     /* [T,N] */
     bool add;                   /* add to out instead of overwriting it */
+    int steps;                  /* y, and p * y where p is of that type, are rounded to this dtype; 0: they are not */
 } fmoe_out_job;
 
 /* Made ready, and done as part of a pool: `fn` with the run. T may be 0. */
@@ -276,6 +277,20 @@ void fmoe_column_sums(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
                       const fmoe_tensor *dbias, bool list, bool accumulate);
 
 /* ---- small helpers ---- */
+
+/* What FMOE_ROUND_STEPS rounds to, 0 without it (and in f32, where there is nothing to round). */
+static inline int fmoe_steps(const fmoe_plan_impl *p)
+{
+    return (p->d.flags & FMOE_ROUND_STEPS) && p->d.dtype != FMOE_F32 ? p->d.dtype : 0;
+}
+
+static inline fmoe_act_params fmoe_act_of(const fmoe_plan_impl *p)
+{
+    return (fmoe_act_params){p->d.act, p->d.act_alpha, p->d.act_limit, fmoe_steps(p)};
+}
+
+/* Up to FMOE_NB values, each to the nearest of dtype; with a bias: they, and their sum with it. */
+void fmoe_round_row(const fmoe_kernels *k, int dtype, float *row, const float *bias, int64_t n);
 
 /* One row between its storage type and f32. */
 void fmoe_load_row(const fmoe_kernels *k, int dtype, float *dst, const void *src, int64_t n);

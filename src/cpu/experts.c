@@ -109,9 +109,10 @@ static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n
     const int64_t i0 = interleaved ? n0 / 2 : n0, ni = interleaved ? n / 2 : n; /* columns of I */
     float bias[FMOE_NB] = {0}, gate[FMOE_NB], up[FMOE_NB];
     if (u->b1) block_bias(u, e, n0, n, bias);
-    for (int64_t i = 0; i < rows && (u->b1 || interleaved); i++) {
+    for (int64_t i = 0; i < rows && (u->b1 || interleaved || u->act.steps); i++) {
         float *const of_row = c + i * FMOE_NB;
-        if (u->b1) k->axpy(of_row, 1.0f, bias, FMOE_NB);
+        if (u->act.steps) fmoe_round_row(k, dtype, of_row, u->b1 ? bias : NULL, FMOE_NB);
+        else if (u->b1) k->axpy(of_row, 1.0f, bias, FMOE_NB);
         for (int64_t j = 0; j < ni && interleaved; j++) {
             gate[j] = of_row[2 * j];
             up[j] = of_row[2 * j + 1];
@@ -134,8 +135,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     const fmoe_rows x = fmoe_rows_of(args->x, g->token);
     fmoe_stack w1[2] = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)};
     if (args->w.packed) w1[0] = w1[1] = fmoe_packed_w1(p, args->w.packed, &whole);
-    up_ctx ctx = {
-        .p = p, .b1 = args->w.b1, .act = {p->d.act, p->d.act_alpha, p->d.act_limit}, .h = h, .a = a, .whole = whole};
+    up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = fmoe_act_of(p), .h = h, .a = a, .whole = whole};
     ctx.past = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= PAST_CACHE;
     fmoe_in_job job = {.p = p,
                        .cpu = fmoe_cpu(p),
@@ -201,7 +201,8 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                          .weights = args->weights,
                          .bias = args->w.b2,
                          .out = args->out,
-                         .add = (run->flags & FMOE_ADD_OUT) != 0};
+                         .add = (run->flags & FMOE_ADD_OUT) != 0,
+                         .steps = fmoe_steps(p)};
     if (p->d.rank2) {
         down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, b.l2);
         down.low.b[0] = fmoe_factor(args->w.lora_b2, false);

@@ -231,7 +231,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
         dh_ctx ctx = {.p = p,
                       .g = &b.g,
                       .weights = args->weights,
-                      .act = {p->d.act, p->d.act_alpha, p->d.act_limit},
+                      .act = fmoe_act_of(p),
                       .h = h,
                       .dh = need_dh ? b.dh : NULL,
                       .pa = need_dw2 ? b.pa : NULL,

@@ -66,6 +66,16 @@ void fmoe_store_row(const fmoe_kernels *k, int dtype, void *dst, const float *sr
     else memcpy(dst, src, (size_t)n * sizeof *src);
 }
 
+void fmoe_round_row(const fmoe_kernels *k, int dtype, float *row, const float *bias, int64_t n)
+{
+    uint16_t narrow[FMOE_NB];
+    fmoe_store_row(k, dtype, narrow, row, n);
+    fmoe_load_row(k, dtype, row, narrow, n);
+    if (!bias) return;
+    k->axpy(row, 1.0f, bias, n);
+    fmoe_round_row(k, dtype, row, NULL, n);
+}
+
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p, int64_t sums)
 {
     for (int w = 0; w < fmoe_cpu(p)->threads; w++) {
@@ -710,10 +720,19 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
             const float *next = s->sums + (g->token[r + AHEAD] - t0) * FMOE_NB;
             for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(next + j, 1, 3);
         }
-        if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
-        const float p =
-            job->weights ? fmoe_get_float(fmoe_data(job->weights), fmoe_tensor_dtype(job->weights), g->slot[r]) : 1.0f;
-        cpu->k.axpy(s->sums + (g->token[r] - t0) * FMOE_NB, p, c, n);
+        if (job->steps) fmoe_round_row(&cpu->k, job->steps, c, job->bias ? bias : NULL, n);
+        else if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
+        const int p_type = job->weights ? fmoe_tensor_dtype(job->weights) : 0;
+        const float p = job->weights ? fmoe_get_float(fmoe_data(job->weights), p_type, g->slot[r]) : 1.0f;
+        float *const sum = s->sums + (g->token[r] - t0) * FMOE_NB;
+        if (job->steps && job->steps == p_type) {
+            float py[FMOE_NB] = {0};
+            cpu->k.axpy(py, p, c, n);
+            fmoe_round_row(&cpu->k, job->steps, py, NULL, n);
+            cpu->k.axpy(sum, 1.0f, py, n);
+        } else {
+            cpu->k.axpy(sum, p, c, n);
+        }
     }
 }
 

@@ -71,6 +71,7 @@ typedef void fmoe_store_fn(void *dst, const float *src, int64_t n); /* f32 -> bf
 typedef struct fmoe_act_params {
     int32_t act; /* fmoe_act */
     float alpha, limit;
+    int32_t steps; /* fmoe_dtype that every operation's result is rounded to, forward; 0: none */
 } fmoe_act_params;
 
 /* a[i] = act(g[i], u[i]); ungated activations read u only. */

@@ -266,6 +266,46 @@ static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
 
 /* ---- activations ---- */
 
+/* Operation by operation, every result rounded to `type` (FMOE_ROUND_STEPS). Inlined with a type that is known. */
+static inline float round_to(int type, float x)
+{
+    return type == FMOE_BF16 ? fmoe_bf16_to_float(fmoe_float_to_bf16(x)) : fmoe_f16_to_float(fmoe_float_to_f16(x));
+}
+
+static inline float oai_steps(int type, float g, float u, float alpha)
+{
+    const float s = round_to(type, sigmoid_f(round_to(type, alpha * g)).s), glu = round_to(type, g * s);
+    return round_to(type, u + 1.0f) * glu;
+}
+
+#define STEPS(id, value)                                                                                               \
+    case id:                                                                                                           \
+        for (int64_t i = 0; i < n; i++) a[i] = round_to(type, value);                                                  \
+        return;
+#define STEPS_GATED(id, gate, up) STEPS(id, round_to(type, gate) * (up))
+
+static inline __attribute__((always_inline)) void steps_row(int type, const fmoe_act_params *act,
+                                                            const float *restrict g, const float *restrict u,
+                                                            float *restrict a, int64_t n)
+{
+    const float alpha = act->alpha, limit = round_to(type, act->limit);
+    switch (act->act) {
+        STEPS_GATED(FMOE_ACT_SWIGLU, silu(g[i]).f, u[i])
+        STEPS_GATED(FMOE_ACT_GEGLU, gelu(g[i]).f, u[i])
+        STEPS_GATED(FMOE_ACT_GEGLU_TANH, gelu_tanh(g[i]).f, u[i])
+        STEPS_GATED(FMOE_ACT_REGLU, relu(g[i]).f, u[i])
+        STEPS_GATED(FMOE_ACT_SWIGLU_CLAMP, silu(clamp_max(g[i], limit)).f, clamp(u[i], limit))
+        STEPS_GATED(FMOE_ACT_SWIGLU_CLAMP_OUT, clamp_max(silu(g[i]).f, limit), clamp(u[i], limit))
+        STEPS(FMOE_ACT_SWIGLU_OAI, oai_steps(type, clamp_max(g[i], limit), clamp(u[i], limit), alpha))
+        STEPS(FMOE_ACT_SILU, silu(u[i]).f)
+        STEPS(FMOE_ACT_GELU, gelu(u[i]).f)
+        STEPS(FMOE_ACT_GELU_TANH, gelu_tanh(u[i]).f)
+        STEPS(FMOE_ACT_RELU, relu(u[i]).f)
+        STEPS(FMOE_ACT_RELU2, relu2(u[i]).f)
+    default: return;
+    }
+}
+
 /* m rows, FMOE_NB apart in g and u and `bytes` in a; rows of a may lie pages apart, so those to come are fetched. */
 #define FORWARD(id, value)                                                                                             \
     case id:                                                                                                           \
@@ -305,7 +345,9 @@ static inline __attribute__((always_inline)) void act_rows(const fmoe_act_params
 void NAME(fmoe_act_forward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
                             float *restrict a, int64_t n)
 {
-    act_rows(act, g, u, 1, n, (char *)a, 0, false);
+    if (act->steps == FMOE_BF16) steps_row(FMOE_BF16, act, g, u, a, n);
+    else if (act->steps == FMOE_F16) steps_row(FMOE_F16, act, g, u, a, n);
+    else act_rows(act, g, u, 1, n, (char *)a, 0, false);
 }
 
 /* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know. */
@@ -313,6 +355,14 @@ void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const floa
                           int64_t stride, int dtype)
 {
     enum { HALF = FMOE_NB / 2 };
+    for (int64_t i = 0; i < m && act->steps; i++) {
+        float row[FMOE_NB];
+        char *const to = (char *)a + i * stride * (dtype == FMOE_BF16 ? 2 : 4);
+        NAME(fmoe_act_forward)(act, g + i * FMOE_NB, u + i * FMOE_NB, row, n);
+        if (dtype == FMOE_BF16) NAME(fmoe_store_bf16)(to, row, n);
+        else memcpy(to, row, (size_t)n * sizeof *row);
+    }
+    if (act->steps) return;
     if (dtype == FMOE_BF16 && n == HALF) act_rows(act, g, u, m, HALF, a, 2 * stride, true);
     else if (dtype == FMOE_BF16) act_rows(act, g, u, m, n, a, 2 * stride, true);
     else if (n == HALF) act_rows(act, g, u, m, HALF, a, 4 * stride, false);

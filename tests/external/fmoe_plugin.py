@@ -4,9 +4,6 @@
 FMOE_NAME says which of ours: fusedmoe, or fusedmoe_composed. It is put under both names before a test module imports them;
 processes that a test spawns put fusedmoe there by themselves (FMOE_AUTOLOAD=replace). How often ours was called in this
 process, and how often a module kept its own forward, is written to the file that FMOE_CALLS names.
-
-FMOE_ONE_ULP=1: assert_close allows bfloat16 and float16 tensors to differ by one unit in the last place. Parity tests ask for
-1e-4, which is less than that, so for bits that are equal.
 """
 
 import json
@@ -36,19 +33,6 @@ hf.experts_forward = experts_forward  # what register() gives to transformers, n
 hf.register()
 for name in ("grouped_mm", "batched_mm"):
     setattr(moe, f"{name}_experts_forward", experts_forward)  # a test wraps this name in a Mock
-
-
-if os.environ.get("FMOE_ONE_ULP"):
-    strict = torch.testing.assert_close
-
-    def assert_close(actual, expected, *, rtol=None, atol=None, **kwargs):
-        """torch's, one unit in the last place wider for half precision."""
-        first = actual[0] if isinstance(actual, (tuple, list)) else actual
-        if rtol is not None and getattr(first, "dtype", None) in (torch.bfloat16, torch.float16):
-            rtol = max(rtol, torch.finfo(first.dtype).eps)
-        strict(actual, expected, rtol=rtol, atol=atol, **kwargs)
-
-    torch.testing.assert_close = assert_close
 
 
 def pytest_sessionfinish():

@@ -10,6 +10,7 @@ forward gives what the module's own gives.
 import logging
 import os
 import sys
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = (),
                     composed: bool = False) -> Tensor:  # fmt: skip
-    """The forward that transformers calls for every experts module whose implementation is "fusedmoe"."""
+    """The forward that transformers calls for every experts module whose implementation is "fusedmoe" or "fusedmoe_composed"."""
     layer = layers.layer_of(self)
     layer = layer._replace(act=None) if composed else layer
     if not layer.own:
@@ -30,11 +31,6 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     if not hasattr(type(self).forward, "__wrapped__"):
         raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
     return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
-
-
-def composed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    """The same for "fusedmoe_composed"."""
-    return experts_forward(self, *args, **kwargs, composed=True)
 
 
 def register(replace_default: bool = False) -> bool:
@@ -55,7 +51,7 @@ def register(replace_default: bool = False) -> bool:
         return False
     for name in (NAME, *(("grouped_mm", "batched_mm") if replace_default else ())):
         moe.ExpertsInterface.register(name, experts_forward)
-    moe.ExpertsInterface.register(COMPOSED, composed_forward)
+    moe.ExpertsInterface.register(COMPOSED, partial(experts_forward, composed=True))
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
     if hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)

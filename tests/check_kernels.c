@@ -13,6 +13,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"gemm_direct", check_gemm_direct, bench_gemm_direct, 40},
     {"load", check_load, bench_convert, 20},
     {"store", check_store, bench_convert, 20},
+    {"round", check_round, bench_round, 20},
     {"store_block", check_store_block, bench_store_block, 30},
     {"act_forward", check_act_forward, bench_act, 24},
     {"act_block", check_act_block, NULL, 24},

@@ -87,6 +87,35 @@ void check_store(const check_kernel *k, int64_t index)
     }
 }
 
+void check_round(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(round, fmoe_round_fn, k, &check_table);
+    const bool bf16 = strstr(k->field, "bf16") != NULL, add = check_below(2);
+    const int64_t n = length(index);
+    float *x = floats(n), *bias = add ? floats(n) : NULL, *was = floats(n);
+    check_note("n=%" PRId64 " bias=%d", n, add);
+    for (int64_t i = 0; i < n; i++) {
+        x[i] = was[i] = awkward(bf16);
+        if (add) bias[i] = (float)(2 * check_uniform() - 1);
+    }
+    round(x, bias, n);
+    for (int64_t i = 0; i < n; i++) {
+        float want = (float)value16(bf16, nearest(bf16, was[i]));
+        if (add) want = (float)value16(bf16, nearest(bf16, want + bias[i]));
+        if (isnan(was[i]) ? !isnan(x[i]) : x[i] != want)
+            check_fail("%a becomes %a, not %a", (double)was[i], (double)x[i], (double)want);
+    }
+}
+
+void bench_round(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(round, fmoe_round_fn, k, table);
+    static float x[4096], bias[4096];
+    for (int i = 0; i < 50; i++) round(x, bias, 4096);
+    *items = 50 * 4096;
+    *flops = 0;
+}
+
 /* Sums to a matrix: n <= 64 columns of m rows, nothing beside them. */
 void check_store_block(const check_kernel *k, int64_t index)
 {

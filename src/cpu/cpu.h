@@ -289,7 +289,7 @@ static inline fmoe_act_params fmoe_act_of(const fmoe_plan_impl *p)
     return (fmoe_act_params){p->d.act, p->d.act_alpha, p->d.act_limit, fmoe_steps(p)};
 }
 
-/* Up to FMOE_NB values, each to the nearest of dtype; with a bias: they, and their sum with it. */
+/* Values in f32 to the nearest of dtype, bf16 or f16; with a bias: and their sum with it again. */
 void fmoe_round_row(const fmoe_kernels *k, int dtype, float *row, const float *bias, int64_t n);
 
 /* One row between its storage type and f32. */

@@ -68,12 +68,8 @@ void fmoe_store_row(const fmoe_kernels *k, int dtype, void *dst, const float *sr
 
 void fmoe_round_row(const fmoe_kernels *k, int dtype, float *row, const float *bias, int64_t n)
 {
-    uint16_t narrow[FMOE_NB];
-    fmoe_store_row(k, dtype, narrow, row, n);
-    fmoe_load_row(k, dtype, row, narrow, n);
-    if (!bias) return;
-    k->axpy(row, 1.0f, bias, n);
-    fmoe_round_row(k, dtype, row, NULL, n);
+    if (dtype == FMOE_BF16) k->round_bf16(row, bias, n);
+    else k->round_f16(row, bias, n);
 }
 
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p, int64_t sums)

@@ -68,6 +68,9 @@ typedef void fmoe_gemm_direct_fn(int64_t rows, int64_t K, const void *tiles, con
 typedef void fmoe_load_fn(float *dst, const void *src, int64_t n);  /* bf16 or f16 -> f32 */
 typedef void fmoe_store_fn(void *dst, const float *src, int64_t n); /* f32 -> bf16 or f16, nearest even */
 
+/* Each x[i] to the nearest number of the type; with a bias (not NULL): and x[i] + bias[i] again. */
+typedef void fmoe_round_fn(float *x, const float *bias, int64_t n);
+
 typedef struct fmoe_act_params {
     int32_t act; /* fmoe_act */
     float alpha, limit;

@@ -38,6 +38,24 @@ void NAME(fmoe_store_f16)(void *restrict dst, const float *restrict src, int64_t
     for (int64_t i = 0; i < n; i++) d[i] = fmoe_float_to_f16(src[i]);
 }
 
+/* Inlined with a type that is known. */
+static inline __attribute__((always_inline)) float round_to(int type, float x)
+{
+    return type == FMOE_BF16 ? fmoe_bf16_to_float(fmoe_float_to_bf16(x)) : fmoe_f16_to_float(fmoe_float_to_f16(x));
+}
+
+static inline __attribute__((always_inline)) void round_row(int type, float *restrict x, const float *restrict bias,
+                                                            int64_t n)
+{
+    if (bias)
+        for (int64_t i = 0; i < n; i++) x[i] = round_to(type, round_to(type, x[i]) + bias[i]);
+    else
+        for (int64_t i = 0; i < n; i++) x[i] = round_to(type, x[i]);
+}
+
+void NAME(fmoe_round_bf16)(float *x, const float *bias, int64_t n) { round_row(FMOE_BF16, x, bias, n); }
+void NAME(fmoe_round_f16)(float *x, const float *bias, int64_t n) { round_row(FMOE_F16, x, bias, n); }
+
 /* ---- blocks of a weight gradient ---- */
 
 #if defined(__AVX512F__) || defined(__AVX2__)
@@ -266,12 +284,7 @@ static inline value2 gated_clamp_out(float g, float u, float alpha, float limit)
 
 /* ---- activations ---- */
 
-/* Operation by operation, every result rounded to `type` (FMOE_ROUND_STEPS). Inlined with a type that is known. */
-static inline float round_to(int type, float x)
-{
-    return type == FMOE_BF16 ? fmoe_bf16_to_float(fmoe_float_to_bf16(x)) : fmoe_f16_to_float(fmoe_float_to_f16(x));
-}
-
+/* Operation by operation, every result rounded (FMOE_ROUND_STEPS). */
 static inline float oai_steps(int type, float g, float u, float alpha)
 {
     const float s = round_to(type, sigmoid_f(round_to(type, alpha * g)).s), glu = round_to(type, g * s);

@@ -172,16 +172,17 @@ typedef void (*fmoe_parallel_fn)(void *ctx, int n, void (*fn)(void *arg, int wor
 
 /* fmoe_desc.flags */
 enum {
-    FMOE_INTERLEAVED = 1, /* gate = even, up = odd rows of W1 (gpt-oss); default: all gates, then all ups */
-    FMOE_BIAS = 2,        /* b1 and b2 are given */
-    FMOE_RECOMPUTE = 4,   /* keep nothing but x for backward and compute h again */
-    FMOE_SKIP_NEG1 = 8,   /* id -1 skips the slot: zero output, zero gradient */
-    FMOE_SKIP_E = 16,     /* id E skips the slot (transformers' expert parallelism) */
+    FMOE_INTERLEAVED = 1,  /* gate = even, up = odd rows of W1 (gpt-oss); default: all gates, then all ups */
+    FMOE_BIAS = 2,         /* b1 and b2 are given */
+    FMOE_RECOMPUTE = 4,    /* keep nothing but x for backward and compute h again */
+    FMOE_SKIP_NEG1 = 8,    /* id -1 skips the slot: zero output, zero gradient */
+    FMOE_SKIP_E = 16,      /* id E skips the slot (transformers' expert parallelism) */
     FMOE_SHARED_GATE = 32, /* block: the shared expert's output is scaled by sigmoid(x . shared_gate) */
     /* Forward of experts, block and activation, CPU only: the result of every operation is rounded to bf16 or f16, as
      * in a model that computes operation by operation in that type: h and y as products (an adapter's part inside) and
      * again with their bias, every operation of the activation, p * y where p is of that type. Sums over k, and over
-     * the slots of a token, stay in f32. Farther from the exact result, nearer to such a model's. f32, f64: no effect. */
+     * the slots of a token, stay in f32. Farther from the exact result, nearer to such a model's. f32, f64: no effect.
+     */
     FMOE_ROUND_STEPS = 64
 };
 

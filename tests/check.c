@@ -222,7 +222,7 @@ static int new_kernels(int level, kernel_subject *list)
 
 static void draw_case(const void *subject, int64_t index) { ((const check_case *)subject)->draw(index); }
 
-static const check_case *const tables[] = {check_op_cases, check_gmm_cases, check_layer_cases, check_block_cases,
+static const check_case *const tables[] = {check_op_cases,   check_gmm_cases,    check_layer_cases, check_block_cases,
                                            check_same_cases, check_packed_cases, check_steps_cases};
 enum { TABLES = sizeof tables / sizeof *tables };
 

@@ -29,13 +29,13 @@ typedef struct check_case {
 } check_case;
 
 /* Tables of checks, each closed by a NULL name. */
-extern const check_case check_op_cases[];    /* check_ops.c: route, permute, unpermute, activation */
-extern const check_case check_gmm_cases[];   /* check_gmm.c */
-extern const check_case check_layer_cases[]; /* check_layer.c: experts */
-extern const check_case check_block_cases[]; /* check_block.c */
-extern const check_case check_same_cases[];  /* check_same.c: metamorphic, determinism */
+extern const check_case check_op_cases[];     /* check_ops.c: route, permute, unpermute, activation */
+extern const check_case check_gmm_cases[];    /* check_gmm.c */
+extern const check_case check_layer_cases[];  /* check_layer.c: experts */
+extern const check_case check_block_cases[];  /* check_block.c */
+extern const check_case check_same_cases[];   /* check_same.c: metamorphic, determinism */
 extern const check_case check_packed_cases[]; /* check_packed.c: packed weights */
-extern const check_case check_steps_cases[]; /* check_steps.c: FMOE_ROUND_STEPS */
+extern const check_case check_steps_cases[];  /* check_steps.c: FMOE_ROUND_STEPS */
 
 /* One line of kernels.inc at the level under test. */
 typedef struct check_kernel {

@@ -37,7 +37,8 @@ static double by_steps(int dtype, int act, double alpha, double limit, double g,
 }
 
 /* The function inside a step is computed in f32: where it comes to lie at the middle between two numbers, it may round
- * the other way, and the steps after it carry that on, as a few units in the last place. One element in some thousand. */
+ * the other way, and the steps after it carry that on, as a few units in the last place. One element in some thousand.
+ */
 static void draw_activation(int64_t index)
 {
     fmoe_desc d = FMOE_DESC_INIT;
@@ -67,7 +68,8 @@ static void draw_activation(int64_t index)
         apart += got != want;
         check_near("a", i, got, want, 4.1 * check_u(d.dtype) * fabs(want) + check_tiny(d.dtype));
     }
-    if (apart > 2 + R * I / 100) check_fail("%" PRId64 " of %" PRId64 " elements are not those of the steps", apart, R * I);
+    if (apart > 2 + R * I / 100)
+        check_fail("%" PRId64 " of %" PRId64 " elements are not those of the steps", apart, R * I);
 }
 
 /* ---- the layer ---- */
@@ -129,8 +131,8 @@ static void draw_layer(int64_t index)
     d.E = CHECK_PICK(1, 3, 8), d.k = CHECK_PICK(1, 2, 4);
     d.H = check_size(200), d.I = check_size(200);
     d.threads = (int32_t)CHECK_PICK(1, 2, 3);
-    d.flags = FMOE_ROUND_STEPS | (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) |
-                                            CHECK_PICK(0, FMOE_SKIP_NEG1));
+    d.flags = FMOE_ROUND_STEPS |
+              (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_INTERLEAVED) | CHECK_PICK(0, FMOE_SKIP_NEG1));
     const int layout = (int)(check_below(256) & ~(LAYER_WIDE_P | LAYER_WIDE_BIAS));
     check_layer l = layer_make(&d, CHECK_PICK(1, 5, 17, 40), layout);
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64

@@ -183,7 +183,10 @@ enum {
      * again with their bias, every operation of the activation, p * y where p is of that type. Sums over k, and over
      * the slots of a token, stay in f32. Farther from the exact result, nearer to such a model's. f32, f64: no effect.
      */
-    FMOE_ROUND_STEPS = 64
+    FMOE_ROUND_STEPS = 64,
+    /* The backward of experts and block may write over the saved state, and needs less workspace for it: one backward
+     * for each forward. Plans that differ in this alone read each other's saved state. Ascend: no effect. */
+    FMOE_REUSE_SAVED = 128
 };
 
 typedef struct fmoe_desc {
@@ -412,7 +415,8 @@ typedef struct fmoe_experts_args {
     const fmoe_tensor *weights; /* in  [T,k], p */
     fmoe_weights w;             /* in */
     const fmoe_tensor *out;     /* out [T,H]; forward only */
-    void *saved;                /* forward: out, or NULL for inference. backward: in. Aligned to 16 (devices: 256) */
+    void *saved;                /* forward: out, or NULL for inference. backward: in (FMOE_REUSE_SAVED: used
+                                   up). Aligned to 16 (devices: 256) */
     size_t saved_bytes;
     const fmoe_tensor *dout;     /* in  [T,H]; backward only */
     const fmoe_tensor *dx;       /* out [T,H], or NULL */

@@ -366,7 +366,8 @@ static fmoe_desc draw_desc(int64_t index)
     d.k = CHECK_PICK(1, 2, 3, 5);
     d.H = check_size(140);
     d.I = check_size(140);
-    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_RECOMPUTE) | CHECK_PICK(0, FMOE_INTERLEAVED) |
+    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_RECOMPUTE, FMOE_REUSE_SAVED) |
+                         CHECK_PICK(0, FMOE_INTERLEAVED) |
                          CHECK_PICK(0, 0, FMOE_SKIP_NEG1, FMOE_SKIP_E, FMOE_SKIP_NEG1 | FMOE_SKIP_E));
     return d;
 }

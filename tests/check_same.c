@@ -97,6 +97,17 @@ static void draw_recompute(int64_t index)
     if (again.backward.saved_bytes != 0) check_fail("FMOE_RECOMPUTE keeps %zu bytes", again.backward.saved_bytes);
     layer_run(&again, 0, 0);
     layer_equal("recomputed", &saved, &again);
+    /* A backward may write over the saved state, but only where it was told so. */
+    const size_t bytes = saved.backward.saved_bytes;
+    void *const after = memcpy(check_alloc(bytes), saved.backward.saved, bytes);
+    const fmoe_run forward = check_run(saved.plan, FMOE_FORWARD, saved.T, 0);
+    CHECK_OK(fmoe_experts_forward(saved.plan, &saved.forward, &forward));
+    if (memcmp(after, saved.backward.saved, bytes)) check_fail("the backward changed the saved state");
+    d = saved.d;
+    d.flags |= FMOE_REUSE_SAVED;
+    check_layer reused = layer_again(&saved, &d);
+    layer_run(&reused, 0, 0);
+    layer_equal("saved state used up", &saved, &reused);
     /* Inference: no saved state, the same output. */
     check_layer inference = layer_again(&saved, &saved.d);
     inference.forward.saved = NULL;

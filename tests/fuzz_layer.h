@@ -26,7 +26,8 @@ static inline fuzz_layer fuzz_layer_draw(fuzz_input *in)
     l.d.act = acts[fuzz_byte(in) % 12];
     l.d.H = 1 + fuzz_below(in, 70), l.d.I = 1 + fuzz_below(in, 40), l.d.E = 1 + fuzz_below(in, 6),
     l.d.k = 1 + fuzz_below(in, 3);
-    l.d.flags = fuzz_byte(in) & (FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E);
+    l.d.flags = fuzz_byte(in) & (FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_REUSE_SAVED |
+                               FMOE_SKIP_NEG1 | FMOE_SKIP_E);
     l.d.threads = 1 + fuzz_byte(in) % 2;
     l.T = fuzz_below(in, 9);
     l.C = l.d.act < 16 ? 2 * l.d.I : l.d.I;

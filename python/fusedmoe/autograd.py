@@ -48,6 +48,9 @@ def _with_factors(w: Sequence[Tensor], scales: Sequence[float], dtype: torch.dty
     return [*w[:n], *(t if 1 in t.stride()[1:] else t.contiguous() for t in factors)]
 
 
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
@@ -62,6 +65,8 @@ class _Experts(torch.autograd.Function):
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
         need, (layer, scales) = ctx.needs_input_grad, ctx.layer
+        if not is_compiling() and not _keeps_graph():  # no second backward will ask for what was saved
+            layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = reduce(or_, [bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes], 0)
         ready = _with_factors(w, scales, x.dtype) if scales else w

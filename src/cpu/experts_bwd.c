@@ -20,15 +20,21 @@
 typedef struct backward_buffers {
     fmoe_groups g;
     fmoe_scratch *scratch;
-    void *dh;        /* [R, 2I or I] work type */
+    void *h, *dh;    /* [R, 2I or I] plan's dtype, work type; h NULL: it is in the saved state, dh NULL: it is over h */
     void *pa;        /* [R, I] work type */
     float *dp_parts; /* [blocks of I, R]: a task writes lines of its own */
-    void *h;         /* [R, 2I or I] plan's dtype, with FMOE_RECOMPUTE */
     void *l1, *m1;   /* [R, rank1] work type */
     void *l2, *m2;   /* [R, rank2] work type */
 } backward_buffers;
 
 static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
+
+/* dh takes the place of h, element by element, where h is ours to write over and both lie alike. */
+static bool dh_over_h(const fmoe_plan_impl *p)
+{
+    const bool alike = fmoe_cpu(p)->work_type == p->d.dtype && !(p->gated && (p->d.flags & FMOE_INTERLEAVED));
+    return alike && (p->d.flags & (FMOE_RECOMPUTE | FMOE_REUSE_SAVED));
+}
 
 static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, backward_buffers *b)
 {
@@ -43,7 +49,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p, fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_out_columns(cpu, p->d.H));
-    b->dh = fmoe_carve_take(c, R * p->h_cols, work);
+    b->dh = dh_over_h(p) ? NULL : fmoe_carve_take(c, R * p->h_cols, work);
     b->pa = fmoe_carve_take(c, R * p->d.I, work);
     b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));
     b->h = p->d.flags & FMOE_RECOMPUTE ? fmoe_carve_take(c, R * p->h_cols, fmoe_dtype_size(p->d.dtype)) : NULL;
@@ -80,7 +86,7 @@ static void fetch_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n)
 {
     const fmoe_plan_impl *p = x->p;
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
-    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0, dh_half = x->dh && !x->interleaved ? n * we : 0;
+    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0, dh_half = x->dh && x->dh != x->h && !x->interleaved ? n * we : 0;
     for (int64_t half = 0; half <= up; half += p->d.I) {
         const int64_t at = row + half + n0;
         for (int64_t i = 0; i < n * he; i += 64) __builtin_prefetch(x->h + at * he + i, 0, 3);
@@ -100,8 +106,9 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
     const void *weights = fmoe_data(x->weights);
     const int p_type = fmoe_tensor_dtype(x->weights);
-    /* f32 is read and written where it lies; the other types go through these rows. */
-    const bool h_f32 = p->d.dtype == FMOE_F32, direct = cpu->work_type == FMOE_F32 && x->dh && !x->interleaved;
+    /* f32 is read and written where it lies; the other types, and what is written over, go through these rows. */
+    const bool h_f32 = p->d.dtype == FMOE_F32 && x->h != x->dh;
+    const bool direct = cpu->work_type == FMOE_F32 && x->dh && !x->interleaved;
     float g_row[FMOE_NB], u_row[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         const int64_t r = row + i;
@@ -216,6 +223,8 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
 
     const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
+    if (!b.h) b.h = args->saved;
+    if (!b.dh) b.dh = b.h;
     const fmoe_rows dh = fmoe_rows_buffer(b.dh, p->h_cols, cpu->work_type);
     const fmoe_rows pa = fmoe_rows_buffer(b.pa, p->d.I, cpu->work_type);
     fmoe_rows m1 = {0}, m2 = {0};
@@ -223,16 +232,12 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     const bool need_dw2 = dw->w2 || dw->down || dw->lora_a2 || dw->lora_b2;
     const bool need_dh = args->dx || need_dw1 || dw->b1;
     if (need_dh || need_dw2 || args->dweights) {
-        const void *h = args->saved;
-        if (b.h) {
-            fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, b.h, NULL);
-            h = b.h;
-        }
+        if (p->d.flags & FMOE_RECOMPUTE) fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, b.h, NULL);
         dh_ctx ctx = {.p = p,
                       .g = &b.g,
                       .weights = args->weights,
                       .act = fmoe_act_of(p),
-                      .h = h,
+                      .h = b.h,
                       .dh = need_dh ? b.dh : NULL,
                       .pa = need_dw2 ? b.pa : NULL,
                       .dp_parts = b.dp_parts,

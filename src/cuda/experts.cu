@@ -70,17 +70,15 @@ struct Backward {
     void *h, *dh, *dxr, *pa, *da;
     float *dp;
 };
-static Backward carve_backward(fmoe_carve *c, const Layer &l, bool recompute)
+static Backward carve_backward(fmoe_carve *c, const Layer &l, uint32_t flags)
 {
     Backward b = {};
-    const size_t size = l.dtype == FMOE_F32 ? 4 : 2;
     b.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
     b.lists = carve_lists(c, l.E, true);
-    if (recompute) b.h = take_rows(c, l, l.HC);
-    b.dh = take_rows(c, l, l.HC);
-    b.dxr = take_rows(c, l, fmoe_max(l.H, 2 * l.I));
-    b.pa = b.dxr;
-    b.da = b.dxr ? (char *)b.dxr + (size_t)l.rows * (size_t)l.I * size : nullptr;
+    // What a thread has read for the last time it writes over: dh where h was, if h is ours; p*a where da was (and dx where p*a was).
+    if (flags & FMOE_RECOMPUTE) b.h = b.dh = take_rows(c, l, l.HC);
+    else if (!(flags & FMOE_REUSE_SAVED)) b.dh = take_rows(c, l, l.HC);
+    b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
     b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
     if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
     return b;
@@ -113,7 +111,7 @@ fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, si
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = fmoe_carve_begin(nullptr, kSavedAlign);
     if (pass == FMOE_FORWARD) carve_forward(&c, l, true);
-    else carve_backward(&c, l, recompute);
+    else carve_backward(&c, l, p->d.flags);
     carve_map(&s, l.R, l.rows, l.E);
     if (!recompute) take_rows(&s, l, l.HC);
     if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
@@ -407,9 +405,11 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (l.T == 0 && add) return FMOE_OK;
 
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
-    const Backward b = carve_backward(&c, l, recompute);
+    Backward b = carve_backward(&c, l, p->d.flags);
     l.map = carve_map(&s, l.R, l.rows, l.E);
-    void *h = recompute ? b.h : take_rows(&s, l, l.HC);
+    if (!recompute) b.h = take_rows(&s, l, l.HC);
+    if (!b.dh) b.dh = b.h;
+    void *const h = b.h;
     if (l.T == 0) { // the forward had nothing to write down: empty segments here, so that gradients become zero
         l.map = b.map;
         sort_rows(l, p, a, nullptr);

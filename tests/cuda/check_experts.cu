@@ -30,7 +30,7 @@ static Case draw()
     c.id_type = coin() ? -32 : -64;
     c.list = coin(25);
     c.scatter = (int)pick(0, 2);
-    c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) | (coin(25) ? FMOE_RECOMPUTE : 0) | (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
+    c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) | (coin(25) ? FMOE_RECOMPUTE : coin() ? FMOE_REUSE_SAVED : 0) | (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
     c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
     c.w1_t = coin(25), c.w2_t = coin(25), c.dw1_t = coin(25), c.dw2_t = coin(25);
     c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);

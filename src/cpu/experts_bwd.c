@@ -86,7 +86,8 @@ static void fetch_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n)
 {
     const fmoe_plan_impl *p = x->p;
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
-    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0, dh_half = x->dh && x->dh != x->h && !x->interleaved ? n * we : 0;
+    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0,
+                  dh_half = x->dh && x->dh != x->h && !x->interleaved ? n * we : 0;
     for (int64_t half = 0; half <= up; half += p->d.I) {
         const int64_t at = row + half + n0;
         for (int64_t i = 0; i < n * he; i += 64) __builtin_prefetch(x->h + at * he + i, 0, 3);

@@ -539,6 +539,14 @@ def test_no_synchronisation_and_no_memory_of_our_own():
     assert torch.cuda.mem_get_info()[0] == before and torch.cuda.memory_reserved() == reserved and before <= free
 
 
+def test_a_kept_graph_keeps_what_was_saved():
+    x, ids, p, w = layer(300, *HOPPER)
+    out = fusedmoe.experts(x, ids, p, w)
+    dout = torch.randn_like(out)
+    first, *others = (torch.autograd.grad(out, (x, *w), dout, retain_graph=keep) for keep in (True, True, False))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 def test_a_torch_without_the_exchange_table(monkeypatch):
     given = layer(50, *HOPPER)
     want = results(*given)

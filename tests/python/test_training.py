@@ -69,6 +69,21 @@ def test_recompute_gives_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags", [0, ops.INTERLEAVED])
+def test_a_kept_graph_keeps_what_was_saved(dtype, flags, monkeypatch):
+    used_up = []
+    real = ops.experts_backward
+    monkeypatch.setattr(autograd.ops, "experts_backward", lambda *a: used_up.append(bool(a[7] & ops.REUSE_SAVED)) or real(*a))
+    x, ids, p, w1, w2 = layer(dtype)
+    loss = fusedmoe.experts(x, ids, p, [w1, w2], flags=flags).square().sum()
+    first, second, last = (torch.autograd.grad(loss, (x, p, w1, w2), retain_graph=keep) for keep in (True, True, False))
+    assert used_up == [False, False, True]
+    assert all(torch.equal(a, b) and torch.equal(b, c) for a, b, c in zip(first, second, last, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", ["stacked", "list"])
 def test_compile_forward_and_backward(backend, form):

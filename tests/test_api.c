@@ -538,6 +538,46 @@ TEST(packing_checks_everything)
     }
 }
 
+/* A header that lies about an ungated layer: with gates and ups apart, panels and biases would be twice as long. */
+TEST(a_packed_header_that_lies)
+{
+    fmoe_desc d = call_desc(CALL_EXPERTS, FMOE_F32);
+    d.act = FMOE_ACT_RELU;
+    d.rank1 = d.rank2 = 0;
+    fmoe_plan plan;
+    REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
+    fmoe_experts_args a = {.size = sizeof a,
+                           .x = tensor_new(FMOE_F32, SHAPE(N_T, N_H)),
+                           .ids = tensor_new(I32, SHAPE(N_T, N_K)),
+                           .weights = tensor_new(FMOE_F32, SHAPE(N_T, N_K)),
+                           .out = tensor_new(FMOE_F32, SHAPE(N_T, N_H)),
+                           .w = {.w1 = tensor_new(FMOE_F32, SHAPE(N_E, N_I, N_H)),
+                                 .w2 = tensor_new(FMOE_F32, SHAPE(N_E, N_H, N_I)),
+                                 .b1 = tensor_new(FMOE_F32, SHAPE(N_E, N_I)),
+                                 .b2 = tensor_new(FMOE_F32, SHAPE(N_E, N_H))}};
+    fmoe_pack_args pack = {.size = sizeof pack, .w = a.w};
+    fmoe_run run = FMOE_RUN_INIT;
+    REQUIRE(fmoe_packed_bytes(plan, &pack.packed_bytes) == FMOE_OK);
+    REQUIRE(posix_memalign(&pack.packed, 64, pack.packed_bytes) == 0);
+    CHECK_STATUS(fmoe_pack_weights(plan, &pack, &run), FMOE_OK);
+    REQUIRE(fmoe_workspace_bytes(plan, FMOE_FORWARD, N_T, &run.workspace_bytes) == FMOE_OK);
+    run.workspace = test_alloc(run.workspace_bytes);
+    a.w.packed = pack.packed;
+    a.w.packed_bytes = pack.packed_bytes;
+    CHECK_STATUS(fmoe_experts_forward(plan, &a, &run), FMOE_OK);
+    int64_t *header = pack.packed; /* any eight of its bytes that were 1 become 0: one of them says so */
+    int refused = 0;
+    for (int i = 3; i < 32; i++) {
+        if (header[i] != 1) continue;
+        header[i] = 0;
+        refused += fmoe_experts_forward(plan, &a, &run) == FMOE_ERR_PLAN && strstr(fmoe_last_error(), "gate");
+        header[i] = 1;
+    }
+    CHECK_EQ(refused, 1);
+    free(pack.packed);
+    CHECK_STATUS(fmoe_plan_destroy(&plan), FMOE_OK);
+}
+
 TEST(lists_that_lie_both_ways_are_not_packed)
 {
     pack_call p;

@@ -202,6 +202,8 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
         if (all[i].made != all[i].plan)
             return fmoe_fail(FMOE_ERR_PLAN, "%s was made for %s = %" PRId64 ", the plan has %" PRId64, name,
                              all[i].what, all[i].made, all[i].plan);
+    if (!p->gated && !h.whole) /* no buffer of ours, and it would be read past its end */
+        return fmoe_fail(FMOE_ERR_PLAN, "%s was made of gates and ups, activation %d has no gate", name, p->d.act);
     /* Lists are never interleaved, whatever the plan's flag; stacks are as it says. */
     const bool interleaved = p->gated && (p->d.flags & FMOE_INTERLEAVED);
     if (p->gated && h.whole && !interleaved)

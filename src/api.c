@@ -44,10 +44,8 @@ static fmoe_status begin(call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass
 static fmoe_status finish(call *c, const fmoe_arg *args, int n, fmoe_axis_id rows, void *saved, size_t saved_bytes)
 {
     const fmoe_run *run = c->run;
-    const fmoe_span spans[4] = {{"workspace", run->workspace, run->workspace ? run->workspace_bytes : 0},
-                                {"saved", saved, saved ? saved_bytes : 0},
-                                c->packed[0],
-                                c->packed[1]};
+    const fmoe_span spans[4] = {
+        {"workspace", run->workspace, run->workspace_bytes}, {"saved", saved, saved_bytes}, c->packed[0], c->packed[1]};
     /* Packed weights and, in backward, the saved state are read: they may not overlap an output, which listing them as
      * outputs checks too. */
     FMOE_TRY(fmoe_check_args(&c->check, args, n, spans, 4));
@@ -133,13 +131,17 @@ RUN_CALL(route, FMOE_OP_ROUTE, fmoe_route_args, FMOE_REPLAY, 0)
 
 /* ---- permute and unpermute ---- */
 
-/* xp must have room for every slot; T = 0 makes R = 0. */
-static fmoe_status need_rows(const call *c, const char *name)
+/* xp must have room for every slot, map and counts for their numbers. */
+static fmoe_status need_rows(const call *c, const fmoe_permute_args *a)
 {
-    const int64_t T = c->check.size[AXIS_T], R = c->check.size[AXIS_R];
-    if (R >= 0 && (T > 0 ? R / c->p->d.k < T : false))
-        return fmoe_fail(FMOE_ERR_SHAPE, "%s has %" PRId64 " rows, T*k = %" PRId64 " * %" PRId64 " are needed", name, R,
-                         T, c->p->d.k);
+    const int64_t T = c->check.size[AXIS_T], R = c->check.size[AXIS_R], slots = c->check.size[AXIS_TK];
+    if (R < slots)
+        return fmoe_fail(FMOE_ERR_SHAPE, "xp has %" PRId64 " rows, T*k = %" PRId64 " * %" PRId64 " are needed", R, T,
+                         c->p->d.k);
+    const bool narrow_map = fmoe_tensor_dtype(a->map) == -32;
+    if (slots > INT32_MAX && (narrow_map || (a->counts && fmoe_tensor_dtype(a->counts) == -32)))
+        return fmoe_fail(FMOE_ERR_DTYPE, "%s is int32, which does not hold T*k = %" PRId64 ": int64 is needed",
+                         narrow_map ? "map" : "counts", slots);
     return FMOE_OK;
 }
 
@@ -154,7 +156,7 @@ static fmoe_status permute_check(call *c, const fmoe_permute_args *a)
             {"counts", a->counts, ARG_OPTIONAL_OUT, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0},
         };
         FMOE_TRY(finish(c, args, N_ARGS(args), AXIS_T, NULL, 0));
-        return need_rows(c, "xp");
+        return need_rows(c, a);
     }
     const fmoe_arg args[] = {
         {"x", a->x, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0},
@@ -266,8 +268,8 @@ static fmoe_status grouped_matmul_check(call *c, const fmoe_gmm_args *a)
             return fmoe_fail(FMOE_ERR_OVERFLOW, "the rows of all groups do not fit 64 bits");
     }
     c->check.size[AXIS_R] = rows;
-    const fmoe_span spans[1] = {{"workspace", c->run->workspace, c->run->workspace ? c->run->workspace_bytes : 0}};
-    FMOE_TRY(fmoe_check_overlap(args, n, spans, 1));
+    const fmoe_span workspace = {"workspace", c->run->workspace, c->run->workspace_bytes};
+    FMOE_TRY(fmoe_check_overlap(args, n, &workspace, 1));
     return finish(c, NULL, 0, AXIS_R, NULL, 0);
 }
 

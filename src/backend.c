@@ -88,6 +88,7 @@ fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_back
 size_t fmoe_info(char *text, size_t n)
 {
     size_t (*const parts[])(char *, size_t) = {fmoe_cpu_info, fmoe_cuda_info, fmoe_ascend_info};
+    if (!text) n = 0;
     size_t used = (size_t)snprintf(text, n, "fusedmoe %s\n", fmoe_version_string());
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         used += parts[i](used < n ? text + used : NULL, used < n ? n - used : 0);

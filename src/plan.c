@@ -332,6 +332,7 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 size_t fmoe_plan_describe(fmoe_plan plan, char *text, size_t n)
 {
     fmoe_plan_impl *p = NULL;
+    if (!text) n = 0;
     if (n) *text = 0;
     if (fmoe_plan_acquire(plan, &p) != FMOE_OK) return 0;
     const size_t used = describe(p, text, n);

@@ -213,14 +213,21 @@ typedef struct range {
     uintptr_t begin, end;
 } range;
 
+/* What is said to reach past the end of memory reaches to it. */
+static range range_of(const void *data, size_t bytes)
+{
+    const uintptr_t begin = (uintptr_t)data;
+    return (range){begin, bytes < UINTPTR_MAX - begin ? begin + bytes : UINTPTR_MAX};
+}
+
 static range arg_range(const fmoe_arg *arg, int64_t i)
 {
     size_t bytes = 0;
-    const fmoe_tensor *t = arg->t + i;
-    tensor_span(arg->name, t, &bytes); /* checked before: cannot fail */
-    const uintptr_t begin = (uintptr_t)fmoe_data(t);
-    return (range){begin, begin + bytes};
+    tensor_span(arg->name, arg->t + i, &bytes); /* checked before: cannot fail */
+    return range_of(fmoe_data(arg->t + i), bytes);
 }
+
+static range span_range(const fmoe_span *s) { return range_of(s->data, s->data ? s->bytes : 0); }
 
 static void sift(range *r, int64_t root, int64_t n)
 {
@@ -266,18 +273,14 @@ static fmoe_status find_overlap(const fmoe_arg *args, int n, const fmoe_span *sp
         if (i < n && (!args[i].t || !is_output(&args[i]))) continue;
         const int64_t count_i = i < n ? fmoe_max(args[i].list, 1) : 1;
         for (int64_t a = 0; a < count_i; a++) {
-            const range x =
-                i < n ? arg_range(&args[i], a)
-                      : (range){(uintptr_t)spans[i - n].data, (uintptr_t)spans[i - n].data + spans[i - n].bytes};
+            const range x = i < n ? arg_range(&args[i], a) : span_range(&spans[i - n]);
             if (x.begin == x.end) continue;
             for (int j = 0; j < n + n_spans; j++) {
                 if (j < n && !args[j].t) continue;
                 const int64_t count_j = j < n ? fmoe_max(args[j].list, 1) : 1;
                 for (int64_t b = 0; b < count_j; b++) {
                     if (i == j && a == b) continue;
-                    const range y = j < n ? arg_range(&args[j], b)
-                                          : (range){(uintptr_t)spans[j - n].data,
-                                                    (uintptr_t)spans[j - n].data + spans[j - n].bytes};
+                    const range y = j < n ? arg_range(&args[j], b) : span_range(&spans[j - n]);
                     if (y.begin < y.end && x.begin < y.end && y.begin < x.end)
                         return fmoe_fail(FMOE_ERR_ALIAS, "output %s (at %p, %zu bytes) overlaps %s (at %p, %zu bytes)",
                                          i < n ? args[i].name : spans[i - n].name, (void *)x.begin,
@@ -295,8 +298,8 @@ fmoe_status fmoe_check_overlap(const fmoe_arg *args, int n, const fmoe_span *spa
     range out[MAX_OUTPUTS];
     int64_t n_out = 0;
     for (int i = 0; i < n_spans; i++) {
-        const uintptr_t begin = (uintptr_t)spans[i].data;
-        if (spans[i].data && spans[i].bytes) out[n_out++] = (range){begin, begin + spans[i].bytes};
+        const range r = span_range(&spans[i]);
+        if (r.begin < r.end) out[n_out++] = r;
     }
     for (int i = 0; i < n; i++) {
         if (!args[i].t || !is_output(&args[i])) continue;

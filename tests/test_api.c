@@ -366,6 +366,12 @@ TEST(row10_aliases)
     c.a.experts.saved = fmoe_data(c.a.experts.dx);
     expect(&c, "saved", FMOE_ERR_ALIAS, FMOE_ERR_ALIAS, "saved", "dx");
     call_end(&c);
+    call_begin(&c, CALL_EXPERTS, FMOE_FORWARD, FMOE_F32);
+    c.run.workspace = (char *)fmoe_data(c.a.experts.x) - 64;
+    c.run.workspace_bytes = SIZE_MAX; /* to the end of memory, not around it */
+    expect(&c, "workspace without end", FMOE_ERR_ALIAS, FMOE_ERR_ALIAS, "workspace", "overlaps");
+    CHECK(call_untouched(&c));
+    call_end(&c);
 }
 
 TEST(row20_workspace)

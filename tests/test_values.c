@@ -153,6 +153,29 @@ TEST(row04_sizes_that_do_not_fit)
     }
 }
 
+/* 2^31 rows, in memory that is not there: an int32 cannot name them all. */
+TEST(row04_rows_that_int32_does_not_hold)
+{
+    api_call c;
+    call_begin(&c, CALL_PERMUTE, FMOE_FORWARD, FMOE_F32);
+    for (int i = 0; i < c.n_slots; i++) {
+        fmoe_tensor *t = (fmoe_tensor *)(uintptr_t)*c.slots[i].at;
+        t->data = (void *)((uintptr_t)(i + 1) << 44);
+        if (t->shape[0] == N_T) t->shape[0] = INT64_C(1) << 30;
+        if (t->shape[0] == N_R) t->shape[0] = INT64_C(1) << 31;
+    }
+    REQUIRE(fmoe_workspace_bytes(c.plan, FMOE_FORWARD, INT64_C(1) << 30, &c.run.workspace_bytes) == FMOE_OK);
+    c.run.workspace = (void *)((uintptr_t)9 << 44);
+    CHECK_STATUS(call_make(&c), FMOE_ERR_DTYPE);
+    CHECK_ERROR_HAS("map is int32");
+    CHECK_ERROR_HAS("2147483648");
+    ((fmoe_tensor *)(uintptr_t)c.a.permute.map)->dtype.bits = 64;
+    ((fmoe_tensor *)(uintptr_t)c.a.permute.counts)->dtype.bits = 32;
+    CHECK_STATUS(call_make(&c), FMOE_ERR_DTYPE);
+    CHECK_ERROR_HAS("counts is int32");
+    call_end(&c);
+}
+
 TEST(row24_handles)
 {
     api_call c;
@@ -597,5 +620,7 @@ TEST(texts)
     CHECK_EQ(m, strlen(text));
     CHECK_EQ(fmoe_plan_describe(plan, cut, sizeof cut), m);
     CHECK_EQ(fmoe_plan_describe(plan, NULL, 0), m);
+    CHECK_EQ(fmoe_plan_describe(plan, NULL, 9), m);
+    CHECK_EQ(fmoe_info(NULL, 9), n);
     fmoe_plan_destroy(&plan);
 }

@@ -240,7 +240,7 @@ typedef struct {
     fmoe_tensor on_stack[ON_STACK], *tensors;
     int64_t (*dims)[2 * MAX_RANK]; /* only in the fall-back */
     int64_t turned[4][6];          /* shape and strides of transposed weights and their gradients */
-    Py_ssize_t n, capacity;
+    Py_ssize_t n, capacity, list; /* list: the length of every list of tensors, for the library reads all to the same */
     int n_turned;
     fmoe_device device;
     const exchange_api *api;
@@ -248,7 +248,7 @@ typedef struct {
 } call;
 
 static void start(call *c, Py_ssize_t capacity) {
-    c->dims = NULL, c->n = 0, c->n_turned = 0, c->capacity = capacity, c->api = NULL, c->copies = NULL;
+    c->dims = NULL, c->n = 0, c->n_turned = 0, c->capacity = capacity, c->list = 0, c->api = NULL, c->copies = NULL;
     c->device = (fmoe_device){FMOE_CPU, 0};
     c->tensors = capacity <= ON_STACK ? c->on_stack : malloc((size_t)capacity * sizeof *c->tensors);
 }
@@ -320,6 +320,9 @@ static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, in
 
 static int take_slot(call *c, PyObject *o, int kind, const fmoe_tensor **out) {
     const Py_ssize_t n = list_size(o);
+    if (n > 0 && c->list && n != c->list)
+        return PyErr_Format(PyExc_ValueError, "fusedmoe: a list of %zd tensors beside one of %zd", n, c->list), -1;
+    if (n > 0) c->list = n;
     if (n >= 0) return take_part(c, o, 0, n, kind, out);
     return (*out = take_as(c, o, kind)) ? 0 : -1;
 }

@@ -277,6 +277,9 @@ def test_errors_are_exceptions_with_both_numbers():
         _core.run(99, 1, 0, None, None)
     with pytest.raises((ValueError, IndexError), match="FMOE_ERR"):
         GmmFunction.apply(torch.randn(3, 4), torch.randn(2, 4, 4), [9, 9])
+    square = [torch.randn(4, 4) for _ in range(2)]
+    with pytest.raises(ValueError, match="a list of 1 tensors beside one of 2"):  # and not the next argument's in its place
+        ops.grouped_matmul_list_backward(square, square[:1], square, 1)
 
 
 def test_no_second_derivative_is_said():

@@ -451,6 +451,7 @@ static fmoe_status experts_run(call *c, const fmoe_experts_args *a)
 {
     fmoe_experts_args plain = *a;
     plain.w.packed = NULL;
+    FMOE_TRY(fmoe_lora_check(c->p, &a->w, &a->dw, c->run->flags));
     return fmoe_experts_run(c->p, c->pass, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
 }
 
@@ -564,6 +565,7 @@ static fmoe_status block_run(call *c, const fmoe_block_args *a)
 {
     fmoe_block_args plain = *a;
     plain.w.packed = plain.shared.packed = NULL;
+    FMOE_TRY(fmoe_lora_check(c->p->part[PART_EXPERTS], &a->w, &a->dw, c->run->flags));
     return fmoe_block_run(c->p, c->pass, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
 }
 

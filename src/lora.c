@@ -259,17 +259,23 @@ static fmoe_status backward(lora_run *r)
     return b->permute[FMOE_BACKWARD](r->p->part[PERMUTE], &back, &plain);
 }
 
+fmoe_status fmoe_lora_check(const fmoe_plan_impl *p, const fmoe_weights *w, const fmoe_weights *dw, uint32_t flags)
+{
+    if (!fmoe_lora_composed(p)) return FMOE_OK;
+    if (!w->w1 || dw->gate || dw->up || dw->down)
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "%s is given as a list: with adapters the %s backend takes stacked weights only",
+                         w->w1 ? "a gradient" : "up", p->backend->name);
+    if (flags & (FMOE_ADD_OUT | FMOE_ADD_DX))
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "fmoe_run.flags 0x%x: with adapters the %s backend cannot add to out or dx", flags,
+                         p->backend->name);
+    return FMOE_OK;
+}
+
 static fmoe_status run_composed(const fmoe_plan_impl *p, fmoe_pass pass, const fmoe_experts_args *a,
                                 const fmoe_run *run)
 {
-    if (!a->w.w1 || a->dw.gate || a->dw.up || a->dw.down)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
-                         "%s is given as a list: with adapters the %s backend takes stacked weights only",
-                         a->w.w1 ? "a gradient" : "up", p->backend->name);
-    if (run->flags & (FMOE_ADD_OUT | FMOE_ADD_DX))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
-                         "fmoe_run.flags 0x%x: with adapters the %s backend cannot add to out or dx", run->flags,
-                         p->backend->name);
     lora_run r = {.p = p, .a = a, .run = run, .R = a->x->shape[0] * p->d.k};
     fmoe_carve c = fmoe_carve_begin(run->workspace, FMOE_PART_ALIGN);
     FMOE_TRY(carve(p, pass, a->x->shape[0], &c, &r.b));

@@ -154,6 +154,22 @@ NPU_TEST(adapters_refused)
     layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4, .form = LISTS});
     const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0);
     CHECK_STATUS(layer_forward(&l, &f), FMOE_ERR_UNSUPPORTED);
+    /* A block says so before its router has run. */
+    l.d.op = FMOE_OP_BLOCK;
+    fmoe_plan plan = make_plan(l.d, FMOE_ASCEND);
+    fmoe_tensor *logits = tensor_random(tensor_new(FMOE_F32, SHAPE(17, l.d.E)), 1);
+    const fmoe_block_args block = {.size = sizeof block,
+                                   .x = l.a.x,
+                                   .w_router = to_npu(tensor_random(tensor_new(FMOE_F32, SHAPE(l.d.E, l.d.H)), 1)),
+                                   .w = l.a.w,
+                                   .logits = to_npu(logits),
+                                   .ids = l.a.ids,
+                                   .weights = l.a.weights,
+                                   .out = l.a.out};
+    const fmoe_run run = run_for(plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0);
+    CHECK_STATUS(fmoe_block_forward(plan, &block, &run), FMOE_ERR_UNSUPPORTED);
+    CHECK_EQUAL(block.logits, logits);
+    fmoe_plan_destroy(&plan);
     layer_free(&l);
     l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4});
     const fmoe_run add = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, FMOE_ADD_OUT);

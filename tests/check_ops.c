@@ -50,7 +50,7 @@ static void draw_rule(fmoe_desc *d)
     d->k = 1 + check_below(fmoe_min(d->E, 12));
     r->score = (int32_t)check_below(4);
     r->renormalize = (int32_t)check_below(2);
-    r->eps = CHECK_PICK(0, 1) ? 1e-20 : 0;
+    r->eps = check_below(2) ? 0 : check_below(2) ? 1e-20 : 0.25;
     r->scale = CHECK_PICK(0, 1) ? 2.5 : 0;
     if (d->E % 4 || check_below(2)) return;
     r->groups = (int32_t)CHECK_PICK(2, 4);

@@ -48,6 +48,7 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     suite ref "$bin/test_ref"
     suite ref-experts "$bin/test_ref_experts"
     suite ref-route "$bin/test_ref_route"
+    suite ref-block "$bin/test_ref_block"
     suite api "$bin/test_api"
     suite values "$bin/test_values"
     suite alloc "$bin/test_alloc"
@@ -85,7 +86,7 @@ ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
 if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined \
     -DFMOE_AMX_EMULATE=ON; then
     bin=$build/asan/tests
-    for name in ref ref_experts ref_route api values alloc threads; do
+    for name in ref ref_experts ref_route ref_block api values alloc threads; do
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick

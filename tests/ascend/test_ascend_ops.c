@@ -87,8 +87,12 @@ NPU_TEST(route_rules)
 {
     for (int score = 0; score < 4; score++)
         for (int norm = 0; norm < 2; norm++) {
-            const fmoe_route_rule rule = {
-                .score = score, .renormalize = norm, .scale = score == 2 ? 2.5 : 1, .eps = score >= 2 ? 1e-20 : 0};
+            const fmoe_route_rule rule = {.score = score,
+                                          .renormalize = norm,
+                                          .scale = score == 2 ? 2.5 : 1,
+                                          .eps = score == 2  ? 0.25
+                                                 : score > 2 ? 1e-20
+                                                             : 0};
             route_case(rule, FMOE_F32, FMOE_F32, I64, false, false, 16, 4);
             route_case(rule, FMOE_F32, FMOE_F32, I32, true, false, 12, 3);
             route_case(rule, FMOE_F32, FMOE_F32, I64, false, true, 8, 2);

@@ -193,6 +193,6 @@ static void draw_refused(int64_t index)
 const check_case check_packed_cases[] = {
     {"packed_same", draw_same, 16, 2, 0},
     {"packed_block", draw_block, 4, 0.5, 0},
-    {"packed_refused", draw_refused, 10, 0.2, 0},
+    {"packed_refused", draw_refused, 40, 0.2, 0}, /* ten kinds, each of them with --quick too */
     {NULL, NULL, 0, 0, 0},
 };

@@ -37,7 +37,7 @@ TEST(row16_plan_arguments)
     REFUSE(d.op = 7, FMOE_ERR_ARG, "op", "7");
     REFUSE(d.dtype = 0, FMOE_ERR_DTYPE, "dtype", "0");
     REFUSE(d.dtype = 5, FMOE_ERR_DTYPE, "dtype", "5");
-    REFUSE(d.flags = 128, FMOE_ERR_ARG, "flags", "0x80");
+    REFUSE(d.flags = 1u << 31, FMOE_ERR_ARG, "flags", "0x80000000");
     REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_CUDA, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "2");
     REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_ASCEND, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "12");
     REFUSE(d.threads = -1, FMOE_ERR_ARG, "threads", "-1");
@@ -51,6 +51,8 @@ TEST(row16_plan_arguments)
     REFUSE(d.I = -3, FMOE_ERR_ARG, "I", "-3");
     REFUSE(d.E = 0, FMOE_ERR_ARG, "E", "0");
     REFUSE(d.k = 0, FMOE_ERR_ARG, "k", "0");
+    REFUSE(d.rank1 = -1, FMOE_ERR_ARG, "rank1", "-1");
+    REFUSE(d.rank2 = INT64_MAX, FMOE_ERR_ARG, "rank2", "9223372036854775807");
     REFUSE(d.H = INT64_MAX, FMOE_ERR_ARG, "H", "9223372036854775807");
     REFUSE(d.device.type = 99, FMOE_ERR_BACKEND, "device.type", "99");
     REFUSE(d.device.type = FMOE_CPU; d.device.id = 1, FMOE_ERR_ARG, "device.id", "1");
@@ -115,6 +117,8 @@ TEST(row04_sizes_that_do_not_fit)
 {
     REFUSE(d.E = INT64_C(1) << 24; d.I = INT64_C(1) << 24;
            d.H = INT64_C(1) << 24, FMOE_ERR_OVERFLOW, "16777216", "E*2I*H");
+    REFUSE(d.rank1 = INT64_C(1) << 40; d.H = INT64_C(1) << 30, FMOE_ERR_OVERFLOW, "adapter", "1099511627776");
+    REFUSE(d.rank2 = INT64_C(1) << 40; d.H = INT64_C(1) << 30, FMOE_ERR_OVERFLOW, "adapter", "1099511627776");
     fmoe_desc d = call_desc(CALL_GMM, FMOE_F32);
     d.E = d.K = d.N = INT64_C(1) << 21;
     refuse("E*K*N", &d, FMOE_ERR_OVERFLOW, "E*K*N", "2097152");

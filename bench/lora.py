@@ -11,6 +11,8 @@ Each way runs in a process of its own, on the same random model, adapters and ba
     process       the highest resident memory from the first step on, as the system counts it, less what the imports had taken:
                   frozen weights, adapters, the optimizer's state, activations, and what a way makes besides
     steps         the same less what was resident before the first step: without the weights and the adapters
+    floor         "no experts", and the adapters with their gradients and AdamW's two moments: what a way takes in the process
+                  that makes nothing of its own
 
 Ratios are to fusedmoe's. Losses must fall alike. --checkpoint 1: with gradient checkpointing.
 """
@@ -35,6 +37,8 @@ TABLE = [
     ("1 layer of Qwen3-30B-A3B, f32, T = 512", dict(LARGE, layers=1)),
     ("2 such layers, bf16, T = 512", dict(LARGE, layers=2, **BF16)),
     ("same, T = 2048", dict(LARGE, layers=2, **BF16, T=2048)),
+    ("12 small layers, f32, T = 512", dict(layers=12)),
+    ("same, bf16", dict(layers=12, **BF16)),
 ]
 
 
@@ -121,7 +125,7 @@ def cells(rows: dict[str, dict]) -> dict[str, list[str]]:
     for title, row in rows.items():
         found[title] = []
         for key in ("ms", "of experts", "process", "steps"):
-            ratio = f"{row[key] / ours[key]:.2g}x" if title.startswith("PEFT") and ours[key] > 0 else ""
+            ratio = f"{row[key] / ours[key]:.3g}x" if title.startswith("PEFT") and ours[key] > 0 else ""
             found[title] += [f"{row[key]:.0f}" if row[key] else "", ratio]
     return found
 
@@ -156,6 +160,9 @@ def main() -> int:
             for way, texts in cells(rows).items():
                 numbers = "".join(f"{a:>12} {b:6}" for a, b in zip(texts[::2], texts[1::2], strict=True))
                 print(f"{way:18}{numbers}{rows[way]['losses'][-1]:.5f}")
+            if WAYS["none"] in rows:
+                floor = rows[WAYS["none"]]["process"] + 4 * ours["adapters"]
+                print(f"floor {floor:.0f} MiB: " + ", ".join(f"{way} {rows[way]['process'] / floor:.2f}" for way in rows if way != WAYS["none"]))
             print(f"losses apart by at most {far:.1e}")
         else:
             for i, (way, texts) in enumerate(cells(rows).items()):

@@ -65,7 +65,8 @@ class _Experts(torch.autograd.Function):
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
         need, (layer, scales) = ctx.needs_input_grad, ctx.layer
-        if not is_compiling() and not _keeps_graph():  # no second backward will ask for what was saved
+        # No second backward will ask for what was saved, unless it is a CUDA graph's that is replayed.
+        if not (is_compiling() or _keeps_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = reduce(or_, [bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes], 0)

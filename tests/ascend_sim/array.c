@@ -83,6 +83,14 @@ void sim_abort(sim_exec *e, const char *format, ...)
     e->status = ACL_E_AICORE;
 }
 
+sim_around sim_split(const sim_tensor *t, int64_t dim)
+{
+    sim_around a = {1, 1, 1};
+    if (dim < 0) dim += t->ndim;
+    for (int i = 0; i < t->ndim; i++) *(i < dim ? &a.outer : i == dim ? &a.n : &a.inner) *= t->dims[i];
+    return a;
+}
+
 static char *address(const sim_tensor *t)
 {
     return (char *)sim_twin(t->data) + (size_t)t->offset * sim_dtype_size(t->dtype);

@@ -4,18 +4,6 @@
 
 #include "sim.h"
 
-typedef struct {
-    int64_t outer, n, inner;
-} around;
-
-static around split(const sim_tensor *t, int64_t dim)
-{
-    around a = {1, 1, 1};
-    if (dim < 0) dim += t->ndim;
-    for (int i = 0; i < t->ndim; i++) *(i < dim ? &a.outer : i == dim ? &a.n : &a.inner) *= t->dims[i];
-    return a;
-}
-
 static bool in_range(sim_exec *e, int64_t v, int64_t n)
 {
     if (v >= 0 && v < n) return true;
@@ -27,7 +15,7 @@ static bool in_range(sim_exec *e, int64_t v, int64_t n)
 
 static void gather(sim_exec *e) /* self, index, out */
 {
-    const around a = split(&e->t[0], e->i[0]), b = split(&e->t[1], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]), b = sim_split(&e->t[1], e->i[0]);
     const double *v = sim_load(e, 0);
     const int64_t *index = sim_load_int(e, 1);
     double *r = sim_buffer(e, (size_t)(b.outer * b.n * b.inner) * sizeof *r);
@@ -40,7 +28,7 @@ static void gather(sim_exec *e) /* self, index, out */
 
 static void scatter(sim_exec *e) /* self, index, src, out = self or t[3]; i[1]: add */
 {
-    const around a = split(&e->t[0], e->i[0]), b = split(&e->t[1], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]), b = sim_split(&e->t[1], e->i[0]);
     double *v = sim_load(e, 0);
     const double *src = sim_load(e, 2);
     const int64_t *index = sim_load_int(e, 1);
@@ -112,7 +100,7 @@ SIM_PHASE2(InplaceScatter)
 
 static void select_rows(sim_exec *e) /* self, index, out; i[0] dim */
 {
-    const around a = split(&e->t[0], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
     const int64_t m = sim_numel(&e->t[1]);
     const double *v = sim_load(e, 0);
     const int64_t *index = sim_load_int(e, 1);
@@ -134,7 +122,7 @@ static aclnnStatus rows(const char *name, const aclTensor *self, int64_t dim, co
     sim_in(e, index);
     sim_out(e, out);
     e->i[0] = dim;
-    const around a = split(&e->t[0], dim);
+    const sim_around a = sim_split(&e->t[0], dim);
     sim_check(e, e->t[1].dtype == ACL_INT64 || e->t[1].dtype == ACL_INT32, "index must be an integer");
     sim_check(e, sim_numel(&e->t[2]) == a.outer * sim_numel(&e->t[1]) * a.inner, "out has the wrong size");
     return sim_end(e, 0, workspaceSize, executor);
@@ -288,7 +276,7 @@ SIM_PHASE2(Nonzero)
 
 static void index_add(sim_exec *e) /* self, index, source, out; i[0] dim, d[0] alpha */
 {
-    const around a = split(&e->t[0], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
     const int64_t m = sim_numel(&e->t[1]), *index = sim_load_int(e, 1);
     const double *source = sim_load(e, 2);
     double *r = sim_load(e, 0);
@@ -349,12 +337,12 @@ SIM_PHASE2(Repeat)
 static void cat(sim_exec *e) /* out is the last; i[0] dim */
 {
     const int last = e->nt - 1;
-    const around a = split(&e->t[last], e->i[0]);
+    const sim_around a = sim_split(&e->t[last], e->i[0]);
     double *r = sim_buffer(e, (size_t)(a.outer * a.n * a.inner) * sizeof *r);
     int64_t at = 0;
     for (int i = 0; i < last; i++) {
         if (sim_numel(&e->t[i]) == 0) continue;
-        const around b = split(&e->t[i], e->i[0]);
+        const sim_around b = sim_split(&e->t[i], e->i[0]);
         const double *v = sim_load(e, i);
         for (int64_t o = 0; o < a.outer; o++)
             memcpy(r + (o * a.n + at) * a.inner, v + o * b.n * b.inner, (size_t)(b.n * b.inner) * sizeof *r);
@@ -470,11 +458,11 @@ SIM_PHASE2(IndexPutImpl)
 
 static void split_tensor(sim_exec *e) /* self, outs...; i[0] dim */
 {
-    const around a = split(&e->t[0], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
     const double *v = sim_load(e, 0);
     int64_t at = 0;
     for (int i = 1; i < e->nt; i++) {
-        const around b = split(&e->t[i], e->i[0]);
+        const sim_around b = sim_split(&e->t[i], e->i[0]);
         double *r = sim_buffer(e, (size_t)(b.outer * b.n * b.inner) * sizeof *r);
         for (int64_t o = 0; o < b.outer; o++)
             memcpy(r + o * b.n * b.inner, v + (o * a.n + at) * a.inner, (size_t)(b.n * b.inner) * sizeof *r);
@@ -494,7 +482,7 @@ aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t siz
     int64_t total = 0;
     for (int i = 1; i <= n; i++) {
         total += sim_numel(&e->t[i]);
-        sim_check(e, e->t[i].dtype == e->t[0].dtype && (i == n || split(&e->t[i], dim).n == (int64_t)size),
+        sim_check(e, e->t[i].dtype == e->t[0].dtype && (i == n || sim_split(&e->t[i], dim).n == (int64_t)size),
                   "piece %d has another size or dtype", i);
     }
     sim_check(e, total == sim_numel(&e->t[0]), "the pieces are not the whole");

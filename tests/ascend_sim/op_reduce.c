@@ -6,19 +6,6 @@
 
 #include "sim.h"
 
-/* A tensor seen as [outer, n, inner] around dimension dim. */
-typedef struct {
-    int64_t outer, n, inner;
-} around;
-
-static around split(const sim_tensor *t, int64_t dim)
-{
-    around a = {1, 1, 1};
-    if (dim < 0) dim += t->ndim;
-    for (int i = 0; i < t->ndim; i++) *(i < dim ? &a.outer : i == dim ? &a.n : &a.inner) *= t->dims[i];
-    return a;
-}
-
 #define LOOP(a, o, q)                                                                                                  \
     for (int64_t o = 0; o < (a).outer; o++)                                                                            \
         for (int64_t q = 0; q < (a).inner; q++)
@@ -129,7 +116,7 @@ SIM_PHASE2(Any)
 
 static void softmax(sim_exec *e) /* in, out; i[0] dim, i[1] log */
 {
-    const around a = split(&e->t[0], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
     double *v = sim_load(e, 0);
     LOOP(a, o, q)
     {
@@ -146,7 +133,7 @@ static void softmax(sim_exec *e) /* in, out; i[0] dim, i[1] log */
 
 static void softmax_grad(sim_exec *e) /* dy, y, dx */
 {
-    const around a = split(&e->t[1], e->i[0]);
+    const sim_around a = sim_split(&e->t[1], e->i[0]);
     const double *g = sim_load(e, 0);
     double *y = sim_load(e, 1);
     LOOP(a, o, q)
@@ -217,8 +204,8 @@ static int ascending(const void *x, const void *y)
 
 static void sort(sim_exec *e) /* in, values, indices; i: dim, largest first, how many */
 {
-    const around a = split(&e->t[0], e->i[0]);
-    around b = a;
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
+    sim_around b = a;
     b.n = e->i[2];
     const double *v = sim_load(e, 0);
     const int64_t m = b.outer * b.n * b.inner;
@@ -245,7 +232,7 @@ static aclnnStatus order(const char *name, const aclTensor *self, int64_t dim, b
     sim_in(e, self);
     sim_out(e, values);
     sim_out(e, indices);
-    const around a = split(&e->t[0], dim);
+    const sim_around a = sim_split(&e->t[0], dim);
     e->i[0] = dim;
     e->i[1] = large;
     e->i[2] = k < 0 ? a.n : k;
@@ -277,7 +264,7 @@ SIM_PHASE2(Sort)
 
 static void cumsum(sim_exec *e)
 {
-    const around a = split(&e->t[0], e->i[0]);
+    const sim_around a = sim_split(&e->t[0], e->i[0]);
     double *v = sim_load(e, 0);
     LOOP(a, o, q) for (int64_t i = 1; i < a.n; i++) v[AT(a, o, i, q)] += v[AT(a, o, i - 1, q)];
     sim_store(e, 1, v);

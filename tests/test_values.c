@@ -525,6 +525,53 @@ TEST(row18_no_tokens)
         }
 }
 
+/* Groups of a list with no rows, with nothing to contract (y is the bias), and with no columns. */
+TEST(row18_lists_with_empty_sizes)
+{
+    const int64_t sizes[][3] = {{3, 0, 5}, {0, 4, 5}, {2, 4, 0}, {2, 70, 3}, {0, 0, 0}}; /* m, K, N */
+    enum { G = 5 };
+    for (int dtype = FMOE_F32; dtype <= FMOE_F64; dtype++) {
+        fmoe_desc d = FMOE_DESC_INIT;
+        d.op = FMOE_OP_GROUPED_MATMUL;
+        d.dtype = dtype;
+        d.E = G;
+        d.threads = 2;
+        fmoe_plan plan;
+        REQUIRE(fmoe_plan_create(&plan, &d) == FMOE_OK);
+        fmoe_tensor x[G], w[G], bias[G], y[G], dx[G], dw[G], db[G];
+        int64_t rows = 0;
+        for (int g = 0; g < G; g++) {
+            const int64_t m = sizes[g][0], K = sizes[g][1], N = sizes[g][2];
+            x[g] = *tensor_fill(tensor_new(dtype, SHAPE(m, K)), 1),
+            w[g] = *tensor_fill(tensor_new(dtype, SHAPE(K, N)), 2);
+            bias[g] = *tensor_fill(tensor_new(dtype, SHAPE(N)), 3),
+            y[g] = *tensor_fill(tensor_new(dtype, SHAPE(m, N)), 9);
+            dx[g] = *tensor_fill(tensor_new(dtype, SHAPE(m, K)), 9),
+            dw[g] = *tensor_fill(tensor_new(dtype, SHAPE(K, N)), 9);
+            db[g] = *tensor_fill(tensor_new(dtype, SHAPE(N)), 9);
+            rows += m;
+        }
+        fmoe_gmm_args a = {.size = sizeof a, .x = x, .w = w, .bias = bias, .y = y, .list = 1};
+        fmoe_run run = FMOE_RUN_INIT;
+        size_t back;
+        REQUIRE(fmoe_workspace_bytes(plan, FMOE_FORWARD, rows, &run.workspace_bytes) == FMOE_OK);
+        REQUIRE(fmoe_workspace_bytes(plan, FMOE_BACKWARD, rows, &back) == FMOE_OK);
+        run.workspace_bytes = back > run.workspace_bytes ? back : run.workspace_bytes;
+        run.workspace = test_alloc(run.workspace_bytes);
+        CHECK_STATUS(fmoe_grouped_matmul_forward(plan, &a, &run), FMOE_OK);
+        a.bias = NULL, a.y = NULL, a.dy = y, a.dx = dx, a.dw = dw, a.dbias = db;
+        CHECK_STATUS(fmoe_grouped_matmul_backward(plan, &a, &run), FMOE_OK);
+        for (int g = 0; g < G; g++) { /* x is 1, w 2, bias 3, so y is 2K + 3; and dy = y */
+            const double m = (double)sizes[g][0], K = (double)sizes[g][1], N = (double)sizes[g][2], v = 2 * K + 3;
+            CHECK_SAME(&y[g], tensor_fill(tensor_copy(&y[g], dtype), v));
+            CHECK_SAME(&dx[g], tensor_fill(tensor_copy(&dx[g], dtype), 2 * N * v));
+            CHECK_SAME(&dw[g], tensor_fill(tensor_copy(&dw[g], dtype), m * v));
+            CHECK_SAME(&db[g], tensor_fill(tensor_copy(&db[g], dtype), m * v));
+        }
+        fmoe_plan_destroy(&plan);
+    }
+}
+
 TEST(row18_every_token_skipped)
 {
     both x;

@@ -54,7 +54,8 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
     const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : own_rows(job->cpu) ? kept : MOST;
     const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
-    return fmoe_ceil_div(fmoe_ceil_div(N, fmoe_ceil_div(N, want)), FMOE_NB) * FMOE_NB; /* equal tasks, whole panels */
+    const int64_t tasks = fmoe_ceil_div(fmoe_max(N, 1), want); /* N is 0 in lists of groups that have no columns */
+    return fmoe_max(fmoe_ceil_div(fmoe_ceil_div(N, tasks), FMOE_NB), 1) * FMOE_NB; /* equal tasks, whole panels */
 }
 
 /* Pack columns [n0, n0+n) of rows [row, row+kc) of expert e. */

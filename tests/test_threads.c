@@ -262,31 +262,41 @@ TEST(row23_a_slot_is_free_once_its_plan_is_gone)
     empty_table(plans, n);
 }
 
+typedef struct speaker {
+    int number;
+    pthread_barrier_t *all;
+    bool heard;
+} speaker;
+
 static void *error_of_this_thread(void *arg)
 {
-    const int n = *(int *)arg;
+    speaker *s = arg;
+    fmoe_desc d = call_desc(CALL_EXPERTS, FMOE_F32);
+    fmoe_plan plan;
     char word[32];
-    for (int i = 0; i < 200; i++) {
-        fmoe_desc d = call_desc(CALL_EXPERTS, FMOE_F32);
-        fmoe_plan plan;
-        d.act = 1000 + n;
-        if (fmoe_plan_create(&plan, &d) != FMOE_ERR_ARG) return arg;
-        snprintf(word, sizeof word, "%d", 1000 + n);
-        if (!strstr(fmoe_last_error(), word)) return arg;
-    }
+    snprintf(word, sizeof word, "%d", d.act = 1000 + s->number);
+    const fmoe_status status = fmoe_plan_create(&plan, &d);
+    pthread_barrier_wait(s->all); /* everybody has had an error by now */
+    s->heard = status == FMOE_ERR_ARG && strstr(fmoe_last_error(), word);
     return NULL;
 }
 
 TEST(last_error_is_per_thread)
 {
-    pthread_t threads[4];
-    int numbers[4] = {0, 1, 2, 3};
-    for (int i = 0; i < 4; i++) REQUIRE(pthread_create(&threads[i], NULL, error_of_this_thread, &numbers[i]) == 0);
-    for (int i = 0; i < 4; i++) {
-        void *failed;
-        pthread_join(threads[i], &failed);
-        CHECK(failed == NULL);
+    enum { N = 4 };
+    pthread_t threads[N];
+    pthread_barrier_t all;
+    speaker speakers[N];
+    pthread_barrier_init(&all, NULL, N);
+    for (int i = 0; i < N; i++) {
+        speakers[i] = (speaker){i, &all, false};
+        REQUIRE(pthread_create(&threads[i], NULL, error_of_this_thread, &speakers[i]) == 0);
     }
+    for (int i = 0; i < N; i++) {
+        pthread_join(threads[i], NULL);
+        CHECK(speakers[i].heard);
+    }
+    pthread_barrier_destroy(&all);
 }
 
 /* ---- fork ---- */
@@ -381,7 +391,7 @@ __attribute__((destructor(101))) static void after_the_library(void)
     const int then = atomic_load(&runs);
     for (int i = 0; ends_early && atomic_load(&runs) < then + 3; i++) {
         usleep(1000);
-        if (i == 5000) _exit(1); /* it hangs, or a sanitizer would have ended the process */
+        if (i == 20000) _exit(1); /* it hangs, or a sanitizer would have ended the process */
     }
 }
 

@@ -31,6 +31,7 @@ typedef struct pool {
     pthread_cond_t wake, done;
     pthread_t threads[MAX_THREADS];
     int n_threads, cores;
+    int users; /* calls that hold it, under the_pool_mutex */
     bool stop;
     /* the current job */
     _Atomic unsigned generation;
@@ -126,8 +127,16 @@ static pool *pool_get(void)
         }
     }
     pool *pl = the_pool;
+    if (pl) pl->users++;
     unlock_pool();
     return pl;
+}
+
+static void pool_put(pool *pl)
+{
+    lock_pool();
+    pl->users--;
+    unlock_pool();
 }
 
 /* More threads, as far as they can be had; called with the mutex held. */
@@ -175,16 +184,19 @@ void fmoe_pool_run(int n, void (*fn)(void *, int), void *arg)
     while (atomic_load(&pl->running) > 0) pthread_cond_wait(&pl->done, &pl->mutex);
     pthread_mutex_unlock(&pl->mutex);
     pthread_mutex_unlock(&pl->jobs);
+    pool_put(pl);
 }
 
 /* When the library is unloaded or the process ends: no thread may be left running code that goes away. A job that
  * another thread is in is finished first, and its pool left to it. */
 __attribute__((destructor)) static void pool_destroy(void)
 {
-    pool *pl = the_pool;
-    if (!pl || pl->pid != getpid()) return;
+    lock_pool();
+    pool *pl = the_pool && the_pool->pid == getpid() ? the_pool : NULL;
+    const bool idle = pl && !pl->users;
     the_pool = NULL;
-    const bool idle = pthread_mutex_trylock(&pl->jobs) == 0;
+    unlock_pool();
+    if (!pl) return;
     pthread_mutex_lock(&pl->mutex);
     pl->stop = true;
     pthread_cond_broadcast(&pl->wake);

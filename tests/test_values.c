@@ -339,14 +339,17 @@ TEST(row11_maps_and_sizes_out_of_range)
             bad_index(&c, c.a.unpermute.map, 4, (int64_t)tensor_get(c.a.unpermute.map, 0),
                       "map[4]"); /* two slots, one row of dy */
         call_end(&c);
-        call_begin(&c, CALL_GMM, (fmoe_pass)pass, FMOE_F32);
-        bad_index(&c, c.a.gmm.sizes, 2, -1, "sizes[2]");
-        bad_index(&c, c.a.gmm.sizes, 2, 100, "sizes[2]");
-        bad_index(&c, c.a.gmm.sizes, 3, INT64_MAX, "sizes[3]");
-        c.a.gmm.cumulative = 1;
-        bad_index(&c, c.a.gmm.sizes, 2, 0, "sizes[2]"); /* falls */
-        bad_index(&c, c.a.gmm.sizes, 3, N_R + 1, "sizes[3]");
-        call_end(&c);
+        for (int dtype = FMOE_F32; dtype <= FMOE_F64; dtype += FMOE_F64 - FMOE_F32) {
+            call_begin(&c, CALL_GMM, (fmoe_pass)pass, dtype);
+            bad_index(&c, c.a.gmm.sizes, 2, -1, "sizes[2]");
+            bad_index(&c, c.a.gmm.sizes, 2, 100, "sizes[2]");
+            bad_index(&c, c.a.gmm.sizes, 3, N_R - 2, "sizes[3]"); /* with the three rows before it one too many */
+            bad_index(&c, c.a.gmm.sizes, 3, INT64_MAX, "sizes[3]");
+            c.a.gmm.cumulative = 1;
+            bad_index(&c, c.a.gmm.sizes, 2, 0, "sizes[2]"); /* falls */
+            bad_index(&c, c.a.gmm.sizes, 3, N_R + 1, "sizes[3]");
+            call_end(&c);
+        }
     }
     call_begin(&c, CALL_PERMUTE, FMOE_BACKWARD, FMOE_F32);
     bad_index(&c, c.a.permute.map, 9, N_R, "map[9]");

@@ -17,7 +17,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"store_block", check_store_block, bench_store_block, 30},
     {"act_forward", check_act_forward, bench_act, 24},
     {"act_block", check_act_block, NULL, 24},
-    {"act_backward", check_act_backward, bench_act, 24},
+    {"act_backward", check_act_backward, bench_act, 48},
     {"axpy", check_axpy, bench_sum, 20},
     {"dot", check_dot, bench_sum, 20},
     {"peak", check_peak, NULL, 1},

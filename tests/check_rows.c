@@ -249,13 +249,15 @@ void check_act_block(const check_kernel *k, int64_t index)
     check_gaps("a", a);
 }
 
-void check_act_backward(const check_kernel *k, int64_t index)
+/* One row in f32 against the function in double. */
+static void check_act_gradient(fmoe_act_backward_fn *backward, int64_t index)
 {
-    CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, &check_table);
     const act_draw d = draw_act(index);
-    float *pa = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n);
+    float *pa = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n), dot;
     const float p = check_below(2) ? 1 : (float)(0.25 + check_uniform());
-    const float dot = backward(&d.act, d.g, d.u, d.da, p, dg, du, pa, d.n);
+    const fmoe_act_rows row = {.m = 1, .n = d.n, .g = d.g, .u = d.u, .dg = dg, .du = du, .pa = pa, .h_type = FMOE_F32,
+                               .type = FMOE_F32, .da = d.da, .p = &p, .dot = &dot};
+    backward(&d.act, &row);
     double sum = 0, error = 0x1p-130;
     for (int64_t i = 0; i < d.n; i++) {
         const check_act_value v = value_at(&d, i);
@@ -270,6 +272,55 @@ void check_act_backward(const check_kernel *k, int64_t index)
     check_near("<da, a>", 0, (double)dot, sum, error);
 }
 
+/* Rows of a block in either type, as the same kernel gives one row in f32, beside gaps that stay as they were. */
+static void check_act_gradients(fmoe_act_backward_fn *backward, int64_t index)
+{
+    const act_draw d = draw_act(index);
+    const int h_type = check_below(2) ? FMOE_F32 : FMOE_BF16, type = check_below(2) ? FMOE_F32 : FMOE_BF16;
+    const int64_t m = CHECK_PICK(0, 1, 2, 7, 9), n = CHECK_PICK(1, 17, 32, 63, 64, 64, 64), gap = CHECK_PICK(0, 3);
+    check_note("act=%d m=%" PRId64 " n=%" PRId64 " gap=%" PRId64 " h_type=%d type=%d", d.act.act, m, n, gap, h_type, type);
+    const int64_t da_floats = m ? (m - 1) * FMOE_NB + n : 0;
+    float *da = floats(da_floats), *p = floats(m), *dot = floats(m);
+    for (int64_t i = 0; i < da_floats; i++) da[i] = (float)(2 * check_uniform() - 1);
+    for (int64_t i = 0; i < m; i++) p[i] = (float)(0.25 + check_uniform());
+    fmoe_tensor *h[2], *out[3];
+    for (int i = 0; i < 2; i++) {
+        h[i] = check_rows(h_type, m, n, gap);
+        for (int64_t j = 0; j < m * n; j++) check_set(h[i], j, (double)act_input());
+    }
+    for (int i = 0; i < 3; i++) out[i] = check_rows(type, m, n, gap);
+    const fmoe_act_rows rows = {.m = m, .n = n, .g = d.gated ? fmoe_data(h[0]) : NULL, .u = fmoe_data(h[1]),
+                                .dg = d.gated ? fmoe_data(out[0]) : NULL, .du = fmoe_data(out[1]),
+                                .pa = fmoe_data(out[2]), .h_stride = n + gap, .dh_stride = n + gap,
+                                .pa_stride = n + gap, .h_type = h_type, .type = type, .da = da, .p = p, .dot = dot};
+    backward(&d.act, &rows);
+    for (int64_t i = 0; i < m; i++) {
+        float g[FMOE_NB], u[FMOE_NB], want[3][FMOE_NB], want_dot;
+        for (int64_t j = 0; j < n; j++) g[j] = (float)check_get(h[0], i * n + j), u[j] = (float)check_get(h[1], i * n + j);
+        const fmoe_act_rows row = {.m = 1, .n = n, .g = g, .u = u, .dg = want[0], .du = want[1], .pa = want[2],
+                                   .h_type = FMOE_F32, .type = FMOE_F32, .da = da + i * FMOE_NB, .p = p + i,
+                                   .dot = &want_dot};
+        check_table.act_backward(&d.act, &row);
+        double sum = 0;
+        for (int64_t j = 0; j < n; j++) sum += fabs((double)da[i * FMOE_NB + j] * (double)want[2][j] / (double)p[i]);
+        check_near("<da, a>", i, (double)dot[i], (double)want_dot, check_c(n) * U32 * sum + 0x1p-126);
+        for (int o = d.gated ? 0 : 1; o < 3; o++)
+            for (int64_t j = 0; j < n; j++) {
+                const float x = want[o][j], w = type == FMOE_BF16 ? fmoe_bf16_to_float(fmoe_float_to_bf16(x)) : x;
+                check_near(o == 0 ? "dg" : o == 1 ? "du" : "pa", i * n + j, check_get(out[o], i * n + j), (double)w,
+                           4 * check_u(type) * fabs((double)w) + 0x1p-126);
+            }
+    }
+    for (int o = d.gated ? 0 : 1; o < 3; o++) check_gaps("rows", out[o]);
+}
+
+void check_act_backward(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, &check_table);
+    if (index % 2) check_act_gradients(backward, index / 2);
+    else check_act_gradient(backward, index / 2);
+}
+
 void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
     static float g[64], u[64], da[64], dg[64], du[64], a[64];
@@ -279,7 +330,11 @@ void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items,
         for (int i = 0; i < 200; i++) forward(&act, g, u, a, 64);
     } else {
         CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, table);
-        for (int i = 0; i < 200; i++) backward(&act, g, u, da, 0.5f, dg, du, a, 64);
+        const float p = 0.5f;
+        float dot;
+        const fmoe_act_rows row = {.m = 1, .n = 64, .g = g, .u = u, .dg = dg, .du = du, .pa = a, .h_type = FMOE_F32,
+                                   .type = FMOE_F32, .da = da, .p = &p, .dot = &dot};
+        for (int i = 0; i < 200; i++) backward(&act, &row);
     }
     *items = 200 * 64;
     *flops = 0;

@@ -60,7 +60,10 @@ static void act_rows(void *arg, int64_t begin, int64_t end)
     const act_ctx *x = arg;
     const fmoe_kernels *k = &fmoe_cpu(x->p)->k;
     const int dtype = x->p->d.dtype;
-    float g[FMOE_NB], u[FMOE_NB], a[FMOE_NB], da[FMOE_NB], dg[FMOE_NB], du[FMOE_NB];
+    float g[FMOE_NB], u[FMOE_NB], a[FMOE_NB], da[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], dot;
+    const float one = 1;
+    fmoe_act_rows row = {.m = 1, .g = g, .u = u, .dg = dg, .du = du, .pa = a, .da = da, .p = &one, .dot = &dot};
+    row.h_type = row.type = FMOE_F32;
     for (int64_t r = begin; r < end; r++)
         for (int64_t n0 = 0; n0 < x->p->d.I; n0 += FMOE_NB) {
             const int64_t n = fmoe_min(FMOE_NB, x->p->d.I - n0);
@@ -71,7 +74,8 @@ static void act_rows(void *arg, int64_t begin, int64_t end)
                 continue;
             }
             fmoe_load_row(k, dtype, da, at(x->a->da, r, n0), n);
-            k->act_backward(&x->act, g, u, da, 1.0f, dg, du, a, n);
+            row.n = n;
+            k->act_backward(&x->act, &row);
             store_dh(x, r, n0, n, dg, du);
         }
 }

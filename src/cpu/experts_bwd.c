@@ -78,64 +78,78 @@ typedef struct dh_ctx {
     bool interleaved;
 } dh_ctx;
 
-enum { AHEAD = 6 }; /* rows */
-
-/* What columns [n0, n0+n) of a row need, fetched before their turn: rows lie pages apart, and no core's own prefetcher
- * follows that. */
-static void fetch_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n)
+/* Columns [n0, n0+n) of all rows at once; what nobody asked for goes to `spare`. */
+static void dh_block(const dh_ctx *x, int64_t row, int64_t rows, int64_t n0, int64_t n, const float *c)
 {
     const fmoe_plan_impl *p = x->p;
-    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
-    const int64_t row = r * p->h_cols, up = p->gated ? p->d.I : 0,
-                  dh_half = x->dh && x->dh != x->h && !x->interleaved ? n * we : 0;
-    for (int64_t half = 0; half <= up; half += p->d.I) {
-        const int64_t at = row + half + n0;
-        for (int64_t i = 0; i < n * he; i += 64) __builtin_prefetch(x->h + at * he + i, 0, 3);
-        for (int64_t i = 0; i < dh_half; i += 64) __builtin_prefetch(x->dh + at * we + i, 1, 3);
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
+    const int64_t at = row * p->h_cols + n0, up = p->gated ? p->d.I : 0;
+    float weights[FMOE_TASK_ROWS], spare[3][FMOE_NB];
+    for (int64_t i = 0; i < rows; i++)
+        weights[i] = fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), x->g->slot[row + i]);
+    fmoe_act_rows r = {.m = rows,
+                       .n = n,
+                       .g = x->h + at * he,
+                       .u = x->h + (at + up) * he,
+                       .dg = spare[0],
+                       .du = spare[1],
+                       .pa = spare[2],
+                       .h_stride = p->h_cols,
+                       .h_type = p->d.dtype,
+                       .type = cpu->work_type,
+                       .da = c,
+                       .p = weights,
+                       .dot = x->dp_parts + n0 / FMOE_NB * x->g->R + row};
+    if (x->dh) {
+        r.dg = x->dh + at * we;
+        r.du = x->dh + (at + up) * we;
+        r.dh_stride = p->h_cols;
     }
-    for (int64_t i = 0; i < n * we && x->pa; i += 64) __builtin_prefetch(x->pa + (r * p->d.I + n0) * we + i, 1, 3);
+    if (x->pa) {
+        r.pa = x->pa + (row * p->d.I + n0) * we;
+        r.pa_stride = p->d.I;
+    }
+    cpu->k.act_backward(&x->act, &r);
+}
+
+/* The same row by row, where h is f16 or the columns of dh take turns. */
+static void dh_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n, const float *c)
+{
+    const fmoe_plan_impl *p = x->p;
+    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
+    const fmoe_kernels *k = &cpu->k;
+    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
+    const int64_t at = r * p->h_cols + n0, up = p->gated ? p->d.I : 0;
+    const float weight = fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), x->g->slot[r]);
+    float g[FMOE_NB], u[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
+    if (p->gated) fmoe_load_row(k, p->d.dtype, g, x->h + at * he, n);
+    fmoe_load_row(k, p->d.dtype, u, x->h + (at + up) * he, n);
+    fmoe_act_rows row = {.m = 1, .n = n, .g = g, .u = u, .dg = dg, .du = du, .pa = pa, .da = c, .p = &weight};
+    row.h_type = row.type = FMOE_F32;
+    row.dot = x->dp_parts + n0 / FMOE_NB * x->g->R + r;
+    k->act_backward(&x->act, &row);
+    if (x->pa) fmoe_store_row(k, cpu->work_type, x->pa + (r * p->d.I + n0) * we, pa, n);
+    if (!x->dh) return;
+    for (int64_t j = 0; j < n && x->interleaved; j++) {
+        both[2 * j] = dg[j];
+        both[2 * j + 1] = du[j];
+    }
+    if (x->interleaved) {
+        fmoe_store_row(k, cpu->work_type, x->dh + (r * p->h_cols + 2 * n0) * we, both, 2 * n);
+    } else {
+        if (p->gated) fmoe_store_row(k, cpu->work_type, x->dh + at * we, dg, n);
+        fmoe_store_row(k, cpu->work_type, x->dh + (at + up) * we, du, n);
+    }
 }
 
 static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     (void)e;
     const dh_ctx *x = arg;
-    const fmoe_plan_impl *p = x->p;
-    const fmoe_cpu_plan *cpu = fmoe_cpu(p);
-    const fmoe_kernels *k = &cpu->k;
-    const int64_t I = p->d.I, h_cols = p->h_cols, up_column = p->gated ? I : 0;
-    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
-    const void *weights = fmoe_data(x->weights);
-    const int p_type = fmoe_tensor_dtype(x->weights);
-    /* f32 is read and written where it lies; the other types, and what is written over, go through these rows. */
-    const bool h_f32 = p->d.dtype == FMOE_F32 && x->h != x->dh;
-    const bool direct = cpu->work_type == FMOE_F32 && x->dh && !x->interleaved;
-    float g_row[FMOE_NB], u_row[FMOE_NB], dg_row[FMOE_NB], du_row[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
-    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
-        const int64_t r = row + i;
-        if (i + AHEAD < rows) fetch_row(x, r + AHEAD, n0, n);
-        const float weight = fmoe_get_float(weights, p_type, x->g->slot[r]);
-        const char *h_gate = x->h + (r * h_cols + n0) * he, *h_up = h_gate + up_column * he;
-        const float *g = h_f32 ? (const float *)(const void *)h_gate : g_row;
-        const float *u = h_f32 ? (const float *)(const void *)h_up : u_row;
-        char *dh_gate = x->dh ? x->dh + (r * h_cols + n0) * we : NULL, *dh_up = x->dh ? dh_gate + up_column * we : NULL;
-        float *dg = direct ? (float *)(void *)dh_gate : dg_row, *du = direct ? (float *)(void *)dh_up : du_row;
-        if (!h_f32 && p->gated) fmoe_load_row(k, p->d.dtype, g_row, h_gate, n);
-        if (!h_f32) fmoe_load_row(k, p->d.dtype, u_row, h_up, n);
-        x->dp_parts[n0 / FMOE_NB * x->g->R + r] = k->act_backward(&x->act, g, u, c, weight, dg, du, pa, n);
-        if (x->pa) fmoe_store_row(k, cpu->work_type, x->pa + (r * I + n0) * we, pa, n);
-        if (!x->dh || direct) continue;
-        if (x->interleaved) {
-            for (int64_t j = 0; j < n; j++) {
-                both[2 * j] = dg[j];
-                both[2 * j + 1] = du[j];
-            }
-            fmoe_store_row(k, cpu->work_type, x->dh + (r * h_cols + 2 * n0) * we, both, 2 * n);
-        } else {
-            if (p->gated) fmoe_store_row(k, cpu->work_type, dh_gate, dg, n);
-            fmoe_store_row(k, cpu->work_type, dh_up, du, n);
-        }
-    }
+    if (!x->interleaved && x->p->d.dtype != FMOE_F16) dh_block(x, row, rows, n0, n, c);
+    else
+        for (int64_t i = 0; i < rows; i++) dh_row(x, row + i, n0, n, c + i * FMOE_NB);
 }
 
 /* ---- dp ---- */

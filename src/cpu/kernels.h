@@ -79,9 +79,20 @@ typedef struct fmoe_act_params {
 
 /* a[i] = act(g[i], u[i]); ungated activations read u only. */
 typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, const float *u, float *a, int64_t n);
-/* Given da = dL/da: dg and du of p * da, p * a, and <da, a> in 16 partial sums. Ungated: du only, dg is not touched. */
-typedef float fmoe_act_backward_fn(const fmoe_act_params *act, const float *g, const float *u, const float *da, float p,
-                                   float *dg, float *du, float *pa, int64_t n);
+/* Given da = dL/da of m rows of n columns: dg and du of p * da, p * a, and <da, a> in 16 partial sums. Rows of da are
+ * FMOE_NB floats apart, the others as many elements as it says: 0 for those that nobody reads. h is f32 or bf16, and so
+ * are dh and pa; dh may take h's place, element by element. Ungated: g and dg are not touched. */
+typedef struct fmoe_act_rows {
+    int64_t m, n;
+    const void *g, *u;
+    void *dg, *du, *pa;
+    int64_t h_stride, dh_stride, pa_stride;
+    int h_type, type; /* of h; of dh and pa */
+    const float *da, *p;
+    float *dot;
+} fmoe_act_rows;
+
+typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const fmoe_act_rows *rows);
 
 /* The activation of a block of sums: m rows, FMOE_NB floats apart in g and u, to rows of a that are `stride` elements
  * apart, f32 or bf16. */

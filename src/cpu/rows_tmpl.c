@@ -382,51 +382,133 @@ void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const floa
     else act_rows(act, g, u, m, n, a, 4 * stride, false);
 }
 
-#define ONE_GATED(fn, i, j)                                                                                            \
+/* ---- their gradients ---- */
+
+#define PLAIN(name)                                                                                                    \
+    static inline value2 plain_##name(float g, float u, float alpha, float limit)                                      \
+    {                                                                                                                  \
+        (void)g;                                                                                                       \
+        (void)alpha;                                                                                                   \
+        (void)limit;                                                                                                   \
+        const value v = name(u);                                                                                       \
+        return (value2){v.f, 0, v.df};                                                                                 \
+    }
+PLAIN(silu)
+PLAIN(gelu)
+PLAIN(gelu_tanh)
+PLAIN(relu)
+PLAIN(relu2)
+
+/* A row from where it lies, widened into `room` if it is bf16, copied there if it is written over; and room for one, or
+ * where an f32 row goes at once. */
+static inline const float *row_in(const void *rows, int64_t i, int64_t stride, int64_t n, bool bf16, bool over,
+                                  float *room)
+{
+    if (!bf16 && !over) return (const float *)rows + i * stride;
+    if (bf16) NAME(fmoe_load_bf16)(room, (const uint16_t *)rows + i * stride, n);
+    else memcpy(room, (const float *)rows + i * stride, (size_t)n * sizeof *room);
+    return room;
+}
+
+static inline float *row_out(void *rows, int64_t i, int64_t stride, bool bf16, float *room)
+{
+    return bf16 ? room : (float *)rows + i * stride;
+}
+
+static inline void row_done(void *rows, int64_t i, int64_t stride, int64_t n, bool bf16, const float *row)
+{
+    if (bf16) NAME(fmoe_store_bf16)((uint16_t *)rows + i * stride, row, n);
+}
+
+/* Rows lie pages apart, and no core's own prefetcher follows that. */
+static inline void fetch_to_come(const void *rows, int64_t i, int64_t stride, int64_t n, bool bf16)
+{
+    const char *at = (const char *)rows + i * stride * (bf16 ? 2 : 4);
+    for (int64_t b = 0; b < n * (bf16 ? 2 : 4); b += 64) __builtin_prefetch(at + b, 1, 3);
+}
+
+typedef value2 value2_fn(float g, float u, float alpha, float limit);
+
+#define ONE(i, j)                                                                                                      \
     do {                                                                                                               \
-        const value2 v = fn(g[i], u[i], alpha, limit);                                                                 \
+        const value2 v = fn(gated ? g[i] : 0, u[i], alpha, limit);                                                     \
         part[j] += da[i] * v.a;                                                                                        \
         pa[i] = p * v.a;                                                                                               \
-        dg[i] = p * da[i] * v.dg;                                                                                      \
+        if (gated) dg[i] = p * da[i] * v.dg;                                                                           \
         du[i] = p * da[i] * v.du;                                                                                      \
     } while (0)
-#define ONE_PLAIN(fn, i, j)                                                                                            \
-    do {                                                                                                               \
-        const value v = fn(u[i]);                                                                                      \
-        part[j] += da[i] * v.f;                                                                                        \
-        pa[i] = p * v.f;                                                                                               \
-        du[i] = p * da[i] * v.df;                                                                                      \
-    } while (0)
-#define BACKWARD(id, one, fn)                                                                                          \
-    case id:                                                                                                           \
-        for (; i + 16 <= n; i += 16)                                                                                   \
-            for (int j = 0; j < 16; j++) one(fn, i + j, j);                                                            \
-        for (int j = 0; i + j < n; j++) one(fn, i + j, j);                                                             \
-        break;
-#define BACKWARD_GATED(id, fn) BACKWARD(id, ONE_GATED, fn)
-#define BACKWARD_PLAIN(id, fn) BACKWARD(id, ONE_PLAIN, fn)
 
-float NAME(fmoe_act_backward)(const fmoe_act_params *act, const float *restrict g, const float *restrict u,
-                              const float *restrict da, float p, float *restrict dg, float *restrict du,
-                              float *restrict pa, int64_t n)
+static inline __attribute__((always_inline)) float gradient_row(value2_fn *fn, const bool gated,
+                                                                const fmoe_act_params *act, const int64_t n,
+                                                                const float *restrict g, const float *restrict u,
+                                                                const float *restrict da, const float p,
+                                                                float *restrict dg, float *restrict du,
+                                                                float *restrict pa)
 {
     const float alpha = act->alpha, limit = act->limit;
     float part[16] = {0};
     int64_t i = 0;
-    switch (act->act) {
-        BACKWARD_GATED(FMOE_ACT_SWIGLU, gated_silu)
-        BACKWARD_GATED(FMOE_ACT_GEGLU, gated_gelu)
-        BACKWARD_GATED(FMOE_ACT_GEGLU_TANH, gated_gelu_tanh)
-        BACKWARD_GATED(FMOE_ACT_REGLU, gated_relu)
-        BACKWARD_GATED(FMOE_ACT_SWIGLU_CLAMP, gated_clamp)
-        BACKWARD_GATED(FMOE_ACT_SWIGLU_OAI, gated_oai)
-        BACKWARD_GATED(FMOE_ACT_SWIGLU_CLAMP_OUT, gated_clamp_out)
-        BACKWARD_PLAIN(FMOE_ACT_SILU, silu)
-        BACKWARD_PLAIN(FMOE_ACT_GELU, gelu)
-        BACKWARD_PLAIN(FMOE_ACT_GELU_TANH, gelu_tanh)
-        BACKWARD_PLAIN(FMOE_ACT_RELU, relu)
-        BACKWARD_PLAIN(FMOE_ACT_RELU2, relu2)
-    default: break;
-    }
+    for (; i + 16 <= n; i += 16)
+        for (int j = 0; j < 16; j++) ONE(i + j, j);
+    for (int j = 0; i + j < n; j++) ONE(i + j, j);
     return add_parts(part);
+}
+
+static inline __attribute__((always_inline)) void gradient_rows(value2_fn *fn, const bool gated,
+                                                                const fmoe_act_params *act, const fmoe_act_rows *x,
+                                                                const int64_t n, const bool h_bf16, const bool bf16)
+{
+    enum { AHEAD = 6 };
+    const bool over = x->du == x->u;
+    for (int64_t r = 0; r < x->m; r++) {
+        float room[5][FMOE_NB];
+        if (r + AHEAD < x->m) {
+            if (gated) fetch_to_come(x->g, r + AHEAD, x->h_stride, n, h_bf16);
+            if (gated && !over) fetch_to_come(x->dg, r + AHEAD, x->dh_stride, n, bf16);
+            fetch_to_come(x->u, r + AHEAD, x->h_stride, n, h_bf16);
+            if (!over) fetch_to_come(x->du, r + AHEAD, x->dh_stride, n, bf16);
+            fetch_to_come(x->pa, r + AHEAD, x->pa_stride, n, bf16);
+        }
+        const float *g = gated ? row_in(x->g, r, x->h_stride, n, h_bf16, over, room[0]) : NULL;
+        const float *u = row_in(x->u, r, x->h_stride, n, h_bf16, over, room[1]);
+        float *dg = gated ? row_out(x->dg, r, x->dh_stride, bf16, room[2]) : NULL;
+        float *du = row_out(x->du, r, x->dh_stride, bf16, room[3]), *pa = row_out(x->pa, r, x->pa_stride, bf16, room[4]);
+        x->dot[r] = gradient_row(fn, gated, act, n, g, u, x->da + r * FMOE_NB, x->p[r], dg, du, pa);
+        if (gated) row_done(x->dg, r, x->dh_stride, n, bf16, dg);
+        row_done(x->du, r, x->dh_stride, n, bf16, du);
+        row_done(x->pa, r, x->pa_stride, n, bf16, pa);
+    }
+}
+
+#define GRADIENT(id, gated, fn)                                                                                        \
+    case id: gradient_rows(fn, gated, act, x, n, h_bf16, bf16); return;
+
+static inline __attribute__((always_inline)) void gradients(const fmoe_act_params *act, const fmoe_act_rows *x,
+                                                            const int64_t n, const bool h_bf16, const bool bf16)
+{
+    switch (act->act) {
+        GRADIENT(FMOE_ACT_SWIGLU, true, gated_silu)
+        GRADIENT(FMOE_ACT_GEGLU, true, gated_gelu)
+        GRADIENT(FMOE_ACT_GEGLU_TANH, true, gated_gelu_tanh)
+        GRADIENT(FMOE_ACT_REGLU, true, gated_relu)
+        GRADIENT(FMOE_ACT_SWIGLU_CLAMP, true, gated_clamp)
+        GRADIENT(FMOE_ACT_SWIGLU_OAI, true, gated_oai)
+        GRADIENT(FMOE_ACT_SWIGLU_CLAMP_OUT, true, gated_clamp_out)
+        GRADIENT(FMOE_ACT_SILU, false, plain_silu)
+        GRADIENT(FMOE_ACT_GELU, false, plain_gelu)
+        GRADIENT(FMOE_ACT_GELU_TANH, false, plain_gelu_tanh)
+        GRADIENT(FMOE_ACT_RELU, false, plain_relu)
+        GRADIENT(FMOE_ACT_RELU2, false, plain_relu2)
+    default: return;
+    }
+}
+
+/* Blocks are 64 columns wide but for the last. */
+void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
+{
+    const bool h_bf16 = x->h_type == FMOE_BF16, bf16 = x->type == FMOE_BF16;
+    if (x->n != FMOE_NB || (bf16 && !h_bf16)) gradients(act, x, x->n, h_bf16, bf16);
+    else if (bf16) gradients(act, x, FMOE_NB, true, true);
+    else if (h_bf16) gradients(act, x, FMOE_NB, true, false);
+    else gradients(act, x, FMOE_NB, false, false);
 }

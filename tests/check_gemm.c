@@ -370,7 +370,9 @@ void check_outer(const check_kernel *k, int64_t index)
     fmoe_tensor *dst = check_rows(dtype, m, FMOE_NB, gap);
     if ((uintptr_t)dst->data % 64) check_fail("the draw is not aligned");
     if (check_failed()) return;
-    outer(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype);
+    const void *rows[2] = {left, panel};
+    const fmoe_ahead ahead = {.rows = rows, .n = 2};
+    outer(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype, check_below(2) ? &ahead : NULL);
     const double half_ulp = dtype == FMOE_F32 ? 0 : dtype == FMOE_BF16 ? 0x1p-8 : 0x1p-11;
     for (int64_t i = 0; i < m * FMOE_NB && !check_failed(); i++) {
         const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
@@ -400,7 +402,7 @@ void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *item
     static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
     static float dst[M * FMOE_NB] __attribute__((aligned(64)));
     for (int i = 0; i < 20; i++)
-        outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32);
+        outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32, NULL);
     *items = 20;
     *flops = 2.0 * M * ROWS * FMOE_NB;
 }

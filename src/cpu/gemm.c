@@ -337,6 +337,24 @@ static void side_fetch_lying(const step *s, int64_t j, fmoe_side *side)
     w->left = (int64_t)w->length * w->per_half;
 }
 
+/* Let it fetch what the epilogue of this step touches of a matrix. Each row is a page or half of one, and an epilogue
+ * that waits for its rows takes twice as long; but few rows leave memory no time for more than the weights. */
+static void side_fetch_touched(const step *s, const fmoe_touched *t, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    fmoe_walk *w = &side->rows;
+    if (!t->half[0] || s->rows < FEW_ROWS) return;
+    const int64_t offset = s->row * t->stride + s->n0 * t->element;
+    w->at = w->half[0] = t->half[0] + offset;
+    if (t->half[1]) w->half[1] = t->half[1] + offset;
+    w->step = t->stride;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = w->in_run = (int32_t)fmoe_ceil_div(s->n * t->element, LINE);
+    w->per_half = (int32_t)(s->rows / 8);
+    w->left = (int64_t)w->length * w->per_half * (t->half[1] ? 2 : 1);
+}
+
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
  * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
 static void side_fetch(const step *before, const step *s, int64_t rows, fmoe_side *side)
@@ -372,8 +390,9 @@ typedef struct line {
     fmoe_scratch *scratch;
     bool (*next)(void *state, step *s); /* false: no more */
     void *state;
-    step steps[3]; /* multiplied, packed, fetched */
-    int n;         /* how many of them there are; the first time, -1 */
+    const fmoe_touched *touched; /* [3] by the epilogue, or NULL */
+    step steps[3];               /* multiplied, packed, fetched */
+    int n;                       /* how many of them there are; the first time, -1 */
     char *panel[2];
 } line;
 
@@ -420,6 +439,7 @@ static void multiply_lying(const line *l, const step *s, const step *then)
         fmoe_side side = {0};
         if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
         else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
+        if (s->last && l->touched && j < 3) side_fetch_touched(s, &l->touched[j], &side);
         gemm(s->rows, s->kc, a, chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
              l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
     }
@@ -557,6 +577,7 @@ static void in_worker(void *arg, int worker)
     const fmoe_in_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
     line l = line_of(job->cpu, job->g, scratch, in_next, &walk);
+    l.touched = job->touched;
     for (const step *s; (s = line_next(&l));)
         for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB)
             job->finish(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),

@@ -227,8 +227,9 @@ static void stream_block(int dtype, int64_t rows, const float *sums, const float
 
 /* `left` is rows of kc, a multiple of 32 (pack_left_pairs). A block goes to memory while the next one is multiplied. */
 void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
-                              int64_t stride, int dtype)
+                              int64_t stride, int dtype, const fmoe_ahead *ahead)
 {
+    (void)ahead;
     _Alignas(64) float sums[2][BLOCK_ROWS * FMOE_NB];
     const b_panel b = {.full = panel, .steps = kc / TILE_K, .full_steps = kc / TILE_K};
     fmoe_side none = {0};

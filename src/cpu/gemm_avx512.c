@@ -95,12 +95,14 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     int64_t offset = 0;
     const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
     int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const int64_t n = kc, apart = pieces ? fmoe_max(1, n / pieces) : n, rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    const int64_t n = kc, apart = pieces ? fmoe_max(1, n / pieces) : n;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
     const bool again = fmoe_again(side);
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
             fmoe_fetch(&side->fetch, rate);
+            fmoe_fetch(&side->rows, of_rows);
             if (again) fetch_again(b);
             if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),

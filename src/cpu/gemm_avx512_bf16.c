@@ -51,13 +51,14 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     int64_t offset = 0;
     const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
     int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const int64_t n = kc / 2, apart = pieces ? fmoe_max(1, n / pieces) : n,
-                  rate = fmoe_fetch_rate(&side->fetch, tiles * n);
+    const int64_t n = kc / 2, apart = pieces ? fmoe_max(1, n / pieces) : n;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
     const bool again = fmoe_again(side);
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
             fmoe_fetch(&side->fetch, rate);
+            fmoe_fetch(&side->rows, of_rows);
             if (again) fetch_again(b);
             if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
@@ -153,9 +154,7 @@ void fmoe_pack_quads_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
  */
 void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
 {
-    const __m512i word = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                          37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i upper = _mm512_add_epi16(word, _mm512_set1_epi16(16));
+    const __m512i lower = _mm512_loadu_si512(lower_words), upper = _mm512_loadu_si512(upper_words);
     for (int64_t k = 0; k < kc; k += 2) {
         uint32_t *dst = (uint32_t *)panel + k / 2 * FMOE_NB + col;
         const uint16_t *even = rows[k], *odd = k + 1 < kc ? rows[k + 1] : NULL;
@@ -163,12 +162,17 @@ void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
             fetch_row(rows[ahead], 2 * n);
         fetch_beside(even, 2 * n);
         if (odd) fetch_beside(odd, 2 * n);
+        if (n == FMOE_NB && odd) { /* as a rule; with masks it takes twice as long */
+            interleave(even, odd, (char *)dst);
+            interleave(even + 32, odd + 32, (char *)(dst + 32));
+            continue;
+        }
         for (int64_t j = 0; j < n; j += 32) {
             const int64_t nj = fmoe_min(32, n - j);
             const __mmask32 m = nj == 32 ? 0xffffffffu : (1u << nj) - 1u;
             const __m512i lo = _mm512_maskz_loadu_epi16(m, even + j);
             const __m512i hi = odd ? _mm512_maskz_loadu_epi16(m, odd + j) : _mm512_setzero_si512();
-            _mm512_mask_storeu_epi32(dst + j, first_n(nj), _mm512_permutex2var_epi16(lo, word, hi));
+            _mm512_mask_storeu_epi32(dst + j, first_n(nj), _mm512_permutex2var_epi16(lo, lower, hi));
             if (nj > 16)
                 _mm512_mask_storeu_epi32(dst + j + 16, first_n(nj - 16), _mm512_permutex2var_epi16(lo, upper, hi));
         }

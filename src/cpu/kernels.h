@@ -105,9 +105,14 @@ typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int6
 
 /* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
  * i < m. `left` is panels of 64 columns, one after another, or as pack_left makes it where a level has that. Every row
- * of dst is whole cache lines, in `dtype`. */
+ * of dst is whole cache lines, in `dtype`. Where the next panel's rows lie may be fetched meanwhile. */
+typedef struct fmoe_ahead {
+    const void *const *rows; /* [n], and 64 columns of them `offset` bytes on */
+    int64_t n, offset;
+} fmoe_ahead;
+
 typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
-                           int64_t stride, int dtype);
+                           int64_t stride, int dtype, const fmoe_ahead *ahead);
 
 typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n); /* y += s * x */
 typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* fixed order of 16 partial sums */

@@ -35,8 +35,8 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
                                                              fmoe_side *side, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = kc / UNIT, rate = fmoe_fetch_rate(&side->fetch, tiles * n), below = keep ? mr : 0,
-                  next = side->next_rows;
+    const int64_t n = kc / UNIT, below = keep ? mr : 0, next = side->next_rows;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
     __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
@@ -45,6 +45,7 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
     }
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
         fmoe_fetch(&side->fetch, rate);
+        fmoe_fetch(&side->rows, of_rows);
         if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
         lying_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }

@@ -44,27 +44,36 @@ static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
 
 /* Rows of dW in one task: as many as A is kept for, and as the scratch has room for where sums pass through it. Each
  * task packs all of B again, so more is better, down to a few tasks a thread; but dW's rows may be a page each, and the
- * TLB shall hold them from panel to panel. */
-static int64_t task_rows(const fmoe_outer_job *job, int64_t e, int64_t N)
+ * TLB shall hold them from panel to panel. The last experts' are small, so that no worker is left with
+ * much when the others are done. */
+static int64_t task_rows(const fmoe_outer_job *job, int64_t position, int64_t N)
 {
     enum { LEAST = 3 * FMOE_NB, MOST = 1024 };
     const fmoe_groups *g = job->g;
-    const int64_t rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
+    const bool at_end = position >= g->E - job->cpu->threads;
+    const int64_t e = g->order[position], rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
     const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
     const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : own_rows(job->cpu) ? kept : MOST;
-    const int64_t share = fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
+    const int64_t share = at_end ? 0 : fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
     const int64_t tasks = fmoe_ceil_div(fmoe_max(N, 1), want); /* N is 0 in lists of groups that have no columns */
     return fmoe_max(fmoe_ceil_div(fmoe_ceil_div(N, tasks), FMOE_NB), 1) * FMOE_NB; /* equal tasks, whole panels */
+}
+
+/* The scratch's pointers, to a column of rows [row, row+kc) of expert e. */
+static const void **point(fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row, int64_t kc,
+                          int64_t column)
+{
+    const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
+    for (int64_t k = 0; k < kc; k++) s->pointers[k] = (const char *)fmoe_row(a, g, e, row + k) + offset;
+    return s->pointers;
 }
 
 /* Pack columns [n0, n0+n) of rows [row, row+kc) of expert e. */
 static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e,
                          int64_t row, int64_t kc, int64_t column, int64_t n, void *panel)
 {
-    const void **pointers = s->pointers;
-    const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
-    for (int64_t k = 0; k < kc; k++) pointers[k] = (const char *)fmoe_row(a, g, e, row + k) + offset;
+    const void **pointers = point(s, a, g, e, row, kc, column);
     if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
     fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_rows_pairs
                          : a->dtype == FMOE_BF16 ? cpu->k.pack_rows_bf16
@@ -82,16 +91,11 @@ static int64_t left_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
 static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g, int64_t e,
                       int64_t row, int64_t kc, int64_t column, int64_t m, char *packed)
 {
-    const void **pointers = s->pointers;
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
         char *to = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
-        if (own_rows(cpu)) {
-            for (int64_t k = 0; k < kc; k++) pointers[k] = (const uint16_t *)fmoe_row(left, g, e, row + k) + column + i;
-            cpu->k.pack_left_pairs(to, kc, pointers, n);
-        } else {
-            pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
-        }
+        if (own_rows(cpu)) cpu->k.pack_left_pairs(to, kc, point(s, left, g, e, row, kc, column + i), n);
+        else pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
     }
 }
 
@@ -137,6 +141,7 @@ typedef struct block {
     char *dst;  /* rows of it are `stride` elements apart */
     int64_t m, n, stride, kc;
     bool first, last; /* of the chunks of rows */
+    fmoe_ahead ahead; /* what is packed after it */
 } block;
 
 static bool streams(const block *b)
@@ -152,7 +157,7 @@ static void multiply_block(const block *b)
     const int64_t padded = padded_rows(cpu, b->kc);
     if (streams(b)) {
         outer_kernel(b->job)(b->m, padded, b->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
-                             b->job->dw.dtype);
+                             b->job->dw.dtype, b->ahead.n ? &b->ahead : NULL);
         return;
     }
     const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
@@ -171,15 +176,47 @@ static void multiply_block(const block *b)
     }
 }
 
+/* Rows of one expert, an operand of which 64 columns after another are packed. */
+typedef struct operand {
+    const fmoe_rows *rows;
+    const fmoe_groups *g;
+    int64_t e, row, column;
+} operand;
+
+/* The 64 columns after those that the scratch points to, which are packed next: fetched while others are multiplied,
+ * for they may have left the cache since they were written. */
+static fmoe_ahead beside(const fmoe_scratch *s, const operand *o, int64_t kc)
+{
+    return (fmoe_ahead){.rows = s->pointers, .n = kc, .offset = FMOE_NB * (int64_t)fmoe_dtype_size(o->rows->dtype)};
+}
+
+/* The first 64 columns of dW, with the left operand packed panel by panel as it is multiplied. */
+static void first_columns(const block *b, const operand *left, const operand *right)
+{
+    const fmoe_cpu_plan *cpu = b->job->cpu;
+    const int64_t row_bytes = b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype);
+    for (int64_t i = 0; i < b->m; i += FMOE_NB) {
+        block part = *b;
+        part.m = fmoe_min(FMOE_NB, b->m - i);
+        part.left += i / FMOE_NB * left_panel_bytes(cpu, b->kc);
+        part.dst += i * row_bytes;
+        pack_left(cpu, b->s, left->rows, left->g, left->e, left->row, b->kc, left->column + i, part.m, part.left);
+        const operand *next = i + FMOE_NB < b->m ? left : right;
+        if (next == right) point(b->s, right->rows, right->g, right->e, right->row, b->kc, right->column);
+        part.ahead = beside(b->s, next, b->kc);
+        multiply_block(&part);
+    }
+}
+
 static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
     bool swapped;
     const fmoe_view v = outer_view(job, e, &swapped);
-    const fmoe_rows *left = swapped ? &job->b : &job->a, *right = swapped ? &job->a : &job->b;
-    const int64_t left_column = swapped ? 0 : job->a_column, right_column = swapped ? job->a_column : 0;
     const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, chunk = chunk_rows(cpu);
+    operand left = {swapped ? &job->b : &job->a, g, e, row0, n0 + (swapped ? 0 : job->a_column)};
+    operand right = {swapped ? &job->a : &job->b, g, e, row0, swapped ? job->a_column : 0};
     const int64_t kept = keeps_all(cpu, rows) ? fmoe_ceil_div(m, FMOE_NB) * left_panel_bytes(cpu, chunk) : 0;
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
         block b = {.job = job, .s = s, .m = m, .n = fmoe_min(FMOE_NB, v.K - k0), .stride = v.sn};
@@ -189,13 +226,20 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
             b.first = r == 0;
             b.last = r + chunk >= rows;
             b.left = (char *)s->left + r / chunk * kept;
-            if (k0 == 0 || (rows > chunk && !kept))
-                pack_left(cpu, s, left, g, e, row0 + r, b.kc, left_column + n0, m, b.left);
-            pack_operand(cpu, s, right, g, e, row0 + r, b.kc, right_column + k0, b.n, s->panel);
+            left.row = right.row = row0 + r;
+            const bool by_panel = k0 == 0 && rows <= chunk && !own_rows(cpu) && streams(&b);
+            if (!by_panel && (k0 == 0 || (rows > chunk && !kept)))
+                pack_left(cpu, s, left.rows, g, e, left.row, b.kc, left.column, m, b.left);
+            pack_operand(cpu, s, right.rows, g, e, right.row, b.kc, right.column + k0, b.n, s->panel);
             const size_t packed = fmoe_panel_bytes(cpu, b.kc);
             if (own_rows(cpu))
                 memset((char *)s->panel + packed, 0, fmoe_panel_bytes(cpu, padded_rows(cpu, b.kc)) - packed);
-            multiply_block(&b);
+            if (by_panel) {
+                first_columns(&b, &left, &right);
+            } else {
+                if (rows <= chunk && k0 + FMOE_NB < v.K) b.ahead = beside(s, &right, b.kc);
+                multiply_block(&b);
+            }
         }
     }
 }
@@ -225,7 +269,7 @@ void fmoe_outer_worker(void *arg, int worker)
     while (fmoe_claim(&run->tasks, &task)) {
         while (task >= run->ends[position]) position++;
         bool swapped;
-        const int64_t e = g->order[position], N = outer_view(job, e, &swapped).N, rows = task_rows(job, e, N);
+        const int64_t e = g->order[position], N = outer_view(job, e, &swapped).N, rows = task_rows(job, position, N);
         const int64_t n0 = (task - (position ? run->ends[position - 1] : 0)) * rows, m = fmoe_min(rows, N - n0);
         if (g->off[e] < g->off[e + 1]) outer_task(job, &job->scratch[worker], e, n0, m);
         else if (!job->accumulate) zero_task(job, e, n0, m);
@@ -239,7 +283,7 @@ void fmoe_outer_prepare(fmoe_outer_run *run, const fmoe_outer_job *job, int i)
     for (int64_t j = 0; j < g->E; j++) {
         bool swapped;
         const int64_t e = g->order[j], N = outer_view(job, e, &swapped).N;
-        run->tasks.n += fmoe_ceil_div(N, task_rows(job, e, N));
+        run->tasks.n += fmoe_ceil_div(N, task_rows(job, j, N));
         run->ends[j] = run->tasks.n;
     }
 }

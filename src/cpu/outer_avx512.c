@@ -64,8 +64,23 @@ static inline __attribute__((always_inline)) void store_row(const __m512 x[4], c
     }
 }
 
+/* What a tile fetches: lines [at, end), one with each of its steps. */
+typedef struct lines {
+    const fmoe_ahead *of;
+    int64_t at, end;
+} lines;
+
+static inline __attribute__((always_inline)) void fetch_line(const lines *l, int64_t i)
+{
+    enum { LINES = FMOE_NB * 4 / UNIT / 64 }; /* of a row's 64 columns */
+    if (l->at + i >= l->end) return;
+    const char *row = l->of->rows[(l->at + i) / LINES];
+    _mm_prefetch(row + l->of->offset + (l->at + i) % LINES * 64, _MM_HINT_T1);
+}
+
 static inline __attribute__((always_inline)) void tile(const int dtype, const int mr, int64_t units, const char *a,
-                                                       const char *b, const float *c, char *to, int64_t bytes)
+                                                       const char *b, const float *c, char *to, int64_t bytes,
+                                                       const lines *fetch)
 {
     enum { STEP = FMOE_NB * 4 };
     __m512 acc[FMOE_MR][4];
@@ -74,6 +89,7 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     for (int64_t k = 0; k < units; k++, a += STEP, b += STEP) {
+        fetch_line(fetch, k);
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),
                      b3 = _mm512_loadu_ps(b + 192);
 #pragma GCC unroll 6
@@ -96,34 +112,40 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
 
 /* Columns of the left operand by panels of 64, each split evenly. */
 static inline __attribute__((always_inline)) void blocks(const int dtype, int64_t m, int64_t kc, const char *left,
-                                                         const char *panel, const float *c, char *to, int64_t bytes)
+                                                         const char *panel, const float *c, char *to, int64_t bytes,
+                                                         const fmoe_ahead *ahead)
 {
-    const int64_t units = (kc + UNIT - 1) / UNIT;
+    const int64_t units = (kc + UNIT - 1) / UNIT, of_panel = fmoe_ceil_div(FMOE_NB, FMOE_MR);
+    const int64_t all = ahead ? ahead->n * (FMOE_NB * 4 / UNIT / 64) : 0;
+    const int64_t share = fmoe_ceil_div(all, fmoe_ceil_div(m, FMOE_NB) * of_panel); /* of a tile */
+    lines l = {ahead, 0, fmoe_min(share, all)};
     for (int64_t i = 0; i < m; i += FMOE_NB, left += units * FMOE_NB * 4) {
         int64_t rows = fmoe_min(FMOE_NB, m - i);
         const char *a = left;
         for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR); tiles > 0; tiles--) {
             const int64_t mr = fmoe_ceil_div(rows, tiles);
             switch (mr) {
-            case 1: tile(dtype, 1, units, a, panel, c, to, bytes); break;
-            case 2: tile(dtype, 2, units, a, panel, c, to, bytes); break;
-            case 3: tile(dtype, 3, units, a, panel, c, to, bytes); break;
-            case 4: tile(dtype, 4, units, a, panel, c, to, bytes); break;
-            case 5: tile(dtype, 5, units, a, panel, c, to, bytes); break;
-            default: tile(dtype, 6, units, a, panel, c, to, bytes); break;
+            case 1: tile(dtype, 1, units, a, panel, c, to, bytes, &l); break;
+            case 2: tile(dtype, 2, units, a, panel, c, to, bytes, &l); break;
+            case 3: tile(dtype, 3, units, a, panel, c, to, bytes, &l); break;
+            case 4: tile(dtype, 4, units, a, panel, c, to, bytes, &l); break;
+            case 5: tile(dtype, 5, units, a, panel, c, to, bytes, &l); break;
+            default: tile(dtype, 6, units, a, panel, c, to, bytes, &l); break;
             }
             rows -= mr;
             a += 4 * mr;
             to += bytes * mr;
             if (c) c += FMOE_NB * mr;
+            l.at = l.end;
+            l.end = fmoe_min(l.end + share, all);
         }
     }
 }
 
 void OUTER(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst, int64_t stride,
-           int dtype)
+           int dtype, const fmoe_ahead *ahead)
 {
-    if (dtype == FMOE_F32) blocks(FMOE_F32, m, kc, left, panel, c, dst, 4 * stride);
-    else if (dtype == FMOE_BF16) blocks(FMOE_BF16, m, kc, left, panel, c, dst, 2 * stride);
-    else blocks(FMOE_F16, m, kc, left, panel, c, dst, 2 * stride);
+    if (dtype == FMOE_F32) blocks(FMOE_F32, m, kc, left, panel, c, dst, 4 * stride, ahead);
+    else if (dtype == FMOE_BF16) blocks(FMOE_BF16, m, kc, left, panel, c, dst, 2 * stride, ahead);
+    else blocks(FMOE_F16, m, kc, left, panel, c, dst, 2 * stride, ahead);
 }

@@ -31,6 +31,7 @@ enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS, FMOE_SIDE_QUADS };
 
 typedef struct fmoe_side {
     fmoe_walk pack, fetch;
+    fmoe_walk rows;          /* fetched too: what the epilogue will read and write */
     char *panel;             /* where pack goes: */
     int64_t to_step, to_run; /* bytes on for each piece of a run, and for each run */
     int kind, dtype;

@@ -81,10 +81,10 @@ typedef struct up_ctx {
     fmoe_act_params act;
     char *h, *a;
     bool whole;
-    bool past; /* h goes past the cache: it is too large to stay there for the backward */
+    bool past; /* h goes past the cache: it is too large to stay there until the backward */
 } up_ctx;
 
-enum { PAST_CACHE = 8 << 20 }; /* bytes */
+enum { PAST_CACHE = 1 << 20 }; /* bytes; all weights are read in between: 0.3 % of forward and backward */
 
 /* The bias of a block's 64 columns, in their order; n elements of each half. */
 static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float *bias)

@@ -174,7 +174,9 @@ static void draw_beside(beside *b, form f)
                 else memcpy(b->want + 4 * at, dtype == FMOE_F32 ? (const void *)from : &v, 4);
             }
     }
-    b->side = (fmoe_side){.panel = check_guarded((size_t)b->units * 4, 64),
+    char *const panel = check_guarded((size_t)b->units * 4, 64);
+    b->side = (fmoe_side){.panel = panel,
+                          .to = panel,
                           .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
                           .to_run = cols ? 32 : 2 * FMOE_NB * 4,
                           .kind = f.quads ? FMOE_SIDE_QUADS

@@ -265,7 +265,7 @@ static void side_pack(const fmoe_cpu_plan *cpu, const step *s, char *panel, fmoe
     const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = quads ? 4 : 8; /* of a piece */
     fmoe_walk *w = &side->pack;
     if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
-    side->panel = panel;
+    side->panel = side->to = panel;
     side->kind = quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
     side->dtype = s->dtype;
     side->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);

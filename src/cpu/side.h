@@ -19,7 +19,7 @@ typedef struct fmoe_walk {
     int64_t step; /* bytes between the rows of a piece */
     int64_t advance, run_step;
     int32_t in_run, length, run, per_half;
-    int32_t row; /* fetch: of the eight */
+    int32_t row; /* fetch: which of the eight `at` is */
     bool slow;   /* fetch: there is much time for it */
     int64_t due; /* fetch: lines, in 1/65536 */
 } fmoe_walk;
@@ -32,8 +32,9 @@ enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS, FMOE_SIDE_QUADS };
 typedef struct fmoe_side {
     fmoe_walk pack, fetch;
     fmoe_walk rows;          /* fetched too: what the epilogue will read and write */
-    char *panel;             /* where pack goes: */
-    int64_t to_step, to_run; /* bytes on for each piece of a run, and for each run */
+    char *panel;             /* where pack goes; in quads `to` is where the next piece does, the panel at first */
+    char *to;
+    int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
     bool again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
@@ -58,24 +59,29 @@ static inline void fmoe_walk_on(fmoe_walk *w)
  * lies in L2, and is 2 % at 64 rows; at a fast one it displaces what is being multiplied, and costs 10 % at 12. */
 static inline __attribute__((always_inline)) void fmoe_fetch_line(fmoe_walk *w)
 {
-    if (w->left <= 0) return;
-    if (w->slow) __builtin_prefetch(w->at + w->row * w->step, 0, 3);
-    else __builtin_prefetch(w->at + w->row * w->step, 0, 2);
-    w->row = (w->row + 1) & 7;
-    if (w->row == 0) fmoe_walk_on(w);
+    if (w->slow) __builtin_prefetch(w->at, 0, 3);
+    else __builtin_prefetch(w->at, 0, 2);
+    w->at += w->step;
+    if (++w->row < 8) return;
+    w->row = 0;
+    w->at -= 8 * w->step;
+    fmoe_walk_on(w);
 }
 
 /* Lines to fetch at each of `steps` steps, in 1/65536, so that the last is when they end: evenly, for a memory that
- * rests at the end of a chunk is lost. */
+ * rests at the end of a chunk is lost. Rounded down: a line need not ask whether there is one. */
 static inline int64_t fmoe_fetch_rate(const fmoe_walk *w, int64_t steps)
 {
-    return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left * 65536 - w->row * 65536) / steps + 1;
+    return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left - w->row) * 65536 / steps;
 }
 
-/* What one step is due. */
+/* What one step is due. At 8 to 16 rows a step of a product has 16 to 24 multiply-adds, and up to two of these lines
+ * and half a piece beside them: a core that starts six instructions a cycle has none to spare. */
 static inline __attribute__((always_inline)) void fmoe_fetch(fmoe_walk *w, int64_t rate)
 {
-    for (w->due += rate; w->due >= 65536; w->due -= 65536) fmoe_fetch_line(w);
+    int64_t due = w->due + rate;
+    for (; due >= 65536; due -= 65536) fmoe_fetch_line(w);
+    w->due = due;
 }
 
 #endif

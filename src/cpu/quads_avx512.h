@@ -52,13 +52,13 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
                                                              fmoe_side *side, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const char *const volatile *const volatile below = row + (tiles > 1 ? mr : 0);
     const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const volatile int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * 4 * n), next = side->next_rows,
-                           apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
-    const volatile bool again = fmoe_again(side);
+    const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX, next = side->next_rows;
+    const char *const volatile *const volatile below = row + (tiles > 1 ? mr : 0);
+    side->fetch.rate = fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
     const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
     int64_t until = apart;
+    const volatile bool again = fmoe_again(side);
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
@@ -69,7 +69,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
         const volatile int64_t quarter = group * n * (QUAD / 4);
         int64_t offset = 0;
         for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
-            fmoe_fetch(&side->fetch, rate);
+            fmoe_fetch(&side->fetch, side->fetch.rate);
             if (again) fetch_again(b);
             if ((k & 15) < next) /* A of the next tile, a quarter of it */
                 __builtin_prefetch(below[k & 15] + quarter + k / 16 * 64, 0, 3);

@@ -21,7 +21,7 @@ typedef struct fmoe_walk {
     int32_t in_run, length, run, per_half;
     int32_t row; /* fetch: which of the eight `at` is */
     bool slow;   /* fetch: there is much time for it */
-    int64_t due; /* fetch: lines, in 1/65536 */
+    int64_t due, rate; /* fetch: lines, in 1/65536; by how much at each step, where a gemm keeps it here */
 } fmoe_walk;
 
 /* How a chunk of weights lies: k along memory (a piece is 8 columns x 16 units of 32 bits; for a panel of quads 4
@@ -31,13 +31,13 @@ enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS, FMOE_SIDE_QUADS };
 
 typedef struct fmoe_side {
     fmoe_walk pack, fetch;
-    fmoe_walk rows;          /* fetched too: what the epilogue will read and write */
     char *panel;             /* where pack goes; in quads `to` is where the next piece does, the panel at first */
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
     bool again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
+    fmoe_walk rows;    /* fetched too: what the epilogue will read and write */
 } fmoe_side;
 
 /* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line

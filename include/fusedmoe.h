@@ -228,7 +228,8 @@ FMOE_API fmoe_status fmoe_workspace_bytes(fmoe_plan plan, fmoe_pass pass, int64_
 /* Bytes that the forward of experts or block keeps for its backward: h, unless FMOE_RECOMPUTE. */
 FMOE_API fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes);
 
-/* Which kernels will run and why, as lines of text, cut to n bytes with the closing 0. Returns the full length. */
+/* Which kernels will run and why, as lines of text, cut to n bytes with the closing 0. Returns the full length (text
+ * NULL: that alone). */
 FMOE_API size_t fmoe_plan_describe(fmoe_plan plan, char *text, size_t n);
 
 /* ---- Running: every run call takes the plan, the tensors of the operation, and this ---------------------- */
@@ -466,7 +467,7 @@ FMOE_API fmoe_status fmoe_block_backward(fmoe_plan, const fmoe_block_args *, con
 FMOE_API fmoe_status fmoe_cpu_set_max_isa(const char *name);
 FMOE_API const char *fmoe_cpu_isa(void); /* the level a plan made now would get */
 
-/* What this machine and this library have, as lines of text, cut to n bytes. Returns the full length. */
+/* What this machine and this library have: text, n and the result as in fmoe_plan_describe. */
 FMOE_API size_t fmoe_info(char *text, size_t n);
 
 #ifdef FMOE_EXPERIMENTAL

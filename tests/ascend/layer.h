@@ -227,18 +227,23 @@ static inline void layer_compare(const layer *l)
     const double forward = t == FMOE_BF16 ? u * sqrt(gain + 3) : t == FMOE_F16 ? 6e-4 : 2e-6;
     const double gradient = t == FMOE_BF16 ? u * sqrt(gain + 5) : t == FMOE_F16 ? 1e-3 : 2e-6;
     CHECK_CLOSE(l->a.out, l->r.out, forward);
-    CHECK_CLOSE(l->a.dx, l->r.dx, gradient);
-    CHECK_CLOSE(l->a.dweights, l->r.dweights, gradient);
+    if (l->a.dx) CHECK_CLOSE(l->a.dx, l->r.dx, gradient);
+    if (l->a.dweights) CHECK_CLOSE(l->a.dweights, l->r.dweights, gradient);
     if (l->a.w.up) {
         layer_check_list(l, "dgate", l->a.dw.gate, l->r.dw.w1, 0, l->c.I, gradient);
         layer_check_list(l, "dup", l->a.dw.up, l->r.dw.w1, gated ? l->c.I : 0, l->c.I, gradient);
         layer_check_list(l, "ddown", l->a.dw.down, l->r.dw.w2, 0, l->c.H, gradient);
     } else {
-        CHECK_CLOSE(l->a.dw.w1, l->r.dw.w1, gradient);
-        CHECK_CLOSE(l->a.dw.w2, l->r.dw.w2, gradient);
+        if (l->a.dw.w1) CHECK_CLOSE(l->a.dw.w1, l->r.dw.w1, gradient);
+        if (l->a.dw.w2) CHECK_CLOSE(l->a.dw.w2, l->r.dw.w2, gradient);
         if (l->a.dw.b1) CHECK_CLOSE(l->a.dw.b1, l->r.dw.b1, gradient);
         if (l->a.dw.b2) CHECK_CLOSE(l->a.dw.b2, l->r.dw.b2, gradient);
     }
+    const fmoe_weights *d = &l->a.dw, *r = &l->r.dw;
+    const fmoe_tensor *const lora[4][2] = {
+        {d->lora_a1, r->lora_a1}, {d->lora_b1, r->lora_b1}, {d->lora_a2, r->lora_a2}, {d->lora_b2, r->lora_b2}};
+    for (int i = 0; i < 4; i++)
+        if (lora[i][0]) CHECK_CLOSE(lora[i][0], lora[i][1], gradient);
 }
 
 static inline void layer_free(layer *l)

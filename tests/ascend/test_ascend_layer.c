@@ -149,6 +149,26 @@ NPU_TEST(adapters)
     LAYER(.dtype = FMOE_F32, .T = 0, .H = 16, .I = 8, .E = 4, .k = 2, .rank1 = 2, .rank2 = 2);
 }
 
+/* W frozen, and one gradient of the rest at a time: what it needs is made for it alone. */
+NPU_TEST(adapters_single_gradients)
+{
+    for (int which = 0; which < 6; which++) {
+        layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4, .rank2 = 3});
+        fmoe_weights *d = &l.a.dw;
+        const fmoe_tensor **all[6] = {&l.a.dx, &l.a.dweights, &d->lora_a1, &d->lora_b1, &d->lora_a2, &d->lora_b2};
+        d->w1 = d->w2 = NULL;
+        for (int i = 0; i < 6; i++)
+            if (i != which) *all[i] = NULL;
+        const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0),
+                       b = run_for(l.plan, FMOE_BACKWARD, 17, FMOE_ASCEND, 0);
+        CHECK_STATUS(layer_forward(&l, &f), FMOE_OK);
+        CHECK_STATUS(layer_backward(&l, &b), FMOE_OK);
+        layer_reference(&l);
+        layer_compare(&l);
+        layer_free(&l);
+    }
+}
+
 NPU_TEST(adapters_refused)
 {
     layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4, .form = LISTS});

@@ -180,12 +180,13 @@ typedef struct fmoe_low {
     fmoe_stack b[2];
 } fmoe_low;
 
-/* A matrix that an epilogue reads or writes where its product has rows and columns, in one or two halves (NULL: none).
- * In bytes. */
+/* A matrix that an epilogue reads or writes where its product has rows and columns; in bytes. */
 typedef struct fmoe_touched {
-    const char *half[2];
+    const char *base; /* NULL: none */
     int64_t stride, element;
 } fmoe_touched;
+
+enum { FMOE_TOUCHED = 5 };
 
 /* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns
  * of the first and the same 32 of the second (gate and up). */
@@ -200,7 +201,7 @@ typedef struct fmoe_in_job {
     fmoe_low low; /* b[0].t NULL: none */
     void (*finish)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
-    fmoe_touched touched[3]; /* by `finish`; fetched before it where there is time, half[0] NULL: none */
+    fmoe_touched touched[FMOE_TOUCHED]; /* by `finish`, fetched before it where there is time */
 } fmoe_in_job;
 
 void fmoe_multiply_in(const fmoe_in_job *job);

@@ -152,13 +152,16 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
         for (int64_t i = 0; i < rows; i++) dh_row(x, row + i, n0, n, c + i * FMOE_NB);
 }
 
-/* Rows of `columns`, which an epilogue touches at its own columns and, other than 0, `half` columns on. */
-static void touch(fmoe_touched *t, const void *base, int64_t columns, int64_t half, int dtype)
+/* What the epilogue reads and writes, half by half. */
+static void dh_touches(const dh_ctx *x, fmoe_touched *t)
 {
-    t->element = (int64_t)fmoe_dtype_size(dtype);
-    t->stride = columns * t->element;
-    t->half[0] = base;
-    if (half) t->half[1] = t->half[0] + half * t->element;
+    const fmoe_plan_impl *p = x->p;
+    const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
+    for (int64_t half = 0; half < p->h_cols; half += p->d.I) {
+        *t++ = (fmoe_touched){x->h + half * he, p->h_cols * he, he};
+        if (x->dh && x->dh != x->h && !x->interleaved) *t++ = (fmoe_touched){x->dh + half * we, p->h_cols * we, we};
+    }
+    if (x->pa) *t = (fmoe_touched){x->pa, p->d.I * we, we};
 }
 
 /* ---- dp ---- */
@@ -276,10 +279,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                            .finish = dh_finish,
                            .ctx = &ctx};
         job.w[0].swap = true; /* contract over H */
-        touch(&job.touched[0], b.h, p->h_cols, p->gated ? p->d.I : 0, p->d.dtype);
-        if (need_dh && !ctx.interleaved && b.dh != b.h)
-            touch(&job.touched[1], b.dh, p->h_cols, p->gated ? p->d.I : 0, cpu->work_type);
-        if (need_dw2) touch(&job.touched[2], b.pa, p->d.I, 0, cpu->work_type);
+        dh_touches(&ctx, job.touched);
         if (p->d.rank2) {
             m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, b.m2);
             job.low.b[0] = fmoe_factor(w->lora_a2, true);

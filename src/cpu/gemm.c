@@ -337,22 +337,23 @@ static void side_fetch_lying(const step *s, int64_t j, fmoe_side *side)
     w->left = (int64_t)w->length * w->per_half;
 }
 
-/* Let it fetch what the epilogue of this step touches of a matrix. Each row is a page or half of one, and an epilogue
- * that waits for its rows takes twice as long; but few rows leave memory no time for more than the weights. */
-static void side_fetch_touched(const step *s, const fmoe_touched *t, fmoe_side *side)
+/* Let panel j of one of the last two chunks fetch a matrix that the epilogue touches. Each of its rows is a page or half
+ * of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no time for more than the
+ * weights. */
+static void side_fetch_touched(const step *s, const fmoe_touched *touched, int64_t j, fmoe_side *side)
 {
     enum { LINE = 64 };
     fmoe_walk *w = &side->rows;
-    if (!t->half[0] || s->rows < FEW_ROWS) return;
-    const int64_t offset = s->row * t->stride + s->n0 * t->element;
-    w->at = w->half[0] = t->half[0] + offset;
-    if (t->half[1]) w->half[1] = t->half[1] + offset;
+    const int64_t left = s->v[0].K - s->k0 - s->kc, i = left ? j : panels_in(s) + j;
+    if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_TOUCHED || !touched[i].base) return;
+    const fmoe_touched *t = &touched[i];
+    w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;
     w->step = t->stride;
     w->advance = LINE;
     w->run_step = 8 * w->step;
     w->length = w->in_run = (int32_t)fmoe_ceil_div(s->n * t->element, LINE);
     w->per_half = (int32_t)(s->rows / 8);
-    w->left = (int64_t)w->length * w->per_half * (t->half[1] ? 2 : 1);
+    w->left = (int64_t)w->length * w->per_half;
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
@@ -390,7 +391,7 @@ typedef struct line {
     fmoe_scratch *scratch;
     bool (*next)(void *state, step *s); /* false: no more */
     void *state;
-    const fmoe_touched *touched; /* [3] by the epilogue, or NULL */
+    const fmoe_touched *touched; /* by the epilogue; NULL: nothing */
     step steps[3];               /* multiplied, packed, fetched */
     int n;                       /* how many of them there are; the first time, -1 */
     char *panel[2];
@@ -439,7 +440,7 @@ static void multiply_lying(const line *l, const step *s, const step *then)
         fmoe_side side = {0};
         if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
         else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
-        if (s->last && l->touched && j < 3) side_fetch_touched(s, &l->touched[j], &side);
+        if (l->touched) side_fetch_touched(s, l->touched, j, &side);
         gemm(s->rows, s->kc, a, chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
              l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
     }

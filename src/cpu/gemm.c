@@ -337,9 +337,9 @@ static void side_fetch_lying(const step *s, int64_t j, fmoe_side *side)
     w->left = (int64_t)w->length * w->per_half;
 }
 
-/* Let panel j of one of the last two chunks fetch a matrix that the epilogue touches. Each of its rows is a page or half
- * of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no time for more than the
- * weights. */
+/* Let panel j of one of the last two chunks fetch a matrix that the epilogue touches. Each of its rows is a page or
+ * half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no time for more than
+ * the weights. */
 static void side_fetch_touched(const step *s, const fmoe_touched *touched, int64_t j, fmoe_side *side)
 {
     enum { LINE = 64 };

@@ -178,7 +178,7 @@ void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, 
 /* ---- packing ---- */
 
 void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const char *const half[2], int64_t step,
-                            float *c, int64_t ldc, int first, fmoe_side *side)
+                                float *c, int64_t ldc, int first, fmoe_side *side)
 {
     if (rows == 1) quads_along(1, kc * 4, a, half, step, c, ldc, first, side);
     else quads_along(2, kc * 4, a, half, step, c, ldc, first, side);

@@ -137,8 +137,8 @@ void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *cons
     while (side->pack.left > 0) piece_quads(side);
 }
 
-void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const char *const half[2], int64_t step,
-                            float *c, int64_t ldc, int first, fmoe_side *side)
+void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const char *const half[2],
+                                      int64_t step, float *c, int64_t ldc, int first, fmoe_side *side)
 {
     if (rows == 1) quads_along(1, kc * 2, a, half, step, c, ldc, first, side);
     else quads_along(2, kc * 2, a, half, step, c, ldc, first, side);

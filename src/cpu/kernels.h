@@ -59,8 +59,9 @@ typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *cons
 typedef void fmoe_pack_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
 
 /* Weights where they lie (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n <= 32 weights, w_stride
- * bytes apart. x is in tiles: 16 rows at a time, ceil(K/32) tiles each, as pack_tiles makes them of up to 16 rows. `next`:
- * where the weights of the next call begin, as far apart, which are brought into L2 meanwhile; NULL: unknown. */
+ * bytes apart. x is in tiles: 16 rows at a time, ceil(K/32) tiles each, as pack_tiles makes them of up to 16 rows.
+ * `next`: where the weights of the next call begin, as far apart, which are brought into L2 meanwhile; NULL: unknown.
+ */
 typedef void fmoe_pack_tiles_fn(void *tiles, int64_t K, const void *const *rows, int64_t n);
 typedef void fmoe_gemm_direct_fn(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride, int64_t n,
                                  float *c, int64_t ldc, const void *next);

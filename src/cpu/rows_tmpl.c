@@ -95,9 +95,9 @@ static inline void to_f32(void *dst, const float *src, int64_t n) { memcpy(dst, 
     void NAME(fmoe_store_block_##type)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool past)     \
     {                                                                                                                  \
         const bool whole = n * bytes % 64 == 0 && (uintptr_t)dst % 64 == 0 && stride * bytes % 64 == 0;                \
-        if (n == FMOE_NB) store_##type(dst, stride, c, m, FMOE_NB, past && whole);                                     \
+        if (n == FMOE_NB) store_##type(dst, stride, c, m, FMOE_NB, past &&whole);                                      \
         else if (n == FMOE_NB / 2) store_##type(dst, stride, c, m, FMOE_NB / 2, past && whole);                        \
-        else store_##type(dst, stride, c, m, n, past && whole);                                                        \
+        else store_##type(dst, stride, c, m, n, past &&whole);                                                         \
     }
 STORE_BLOCK(f32, to_f32, 4)
 STORE_BLOCK(bf16, NAME(fmoe_store_bf16), 2)
@@ -438,12 +438,10 @@ typedef value2 value2_fn(float g, float u, float alpha, float limit);
         du[i] = p * da[i] * v.du;                                                                                      \
     } while (0)
 
-static inline __attribute__((always_inline)) float gradient_row(value2_fn *fn, const bool gated,
-                                                                const fmoe_act_params *act, const int64_t n,
-                                                                const float *restrict g, const float *restrict u,
-                                                                const float *restrict da, const float p,
-                                                                float *restrict dg, float *restrict du,
-                                                                float *restrict pa)
+static inline __attribute__((always_inline)) float
+gradient_row(value2_fn *fn, const bool gated, const fmoe_act_params *act, const int64_t n, const float *restrict g,
+             const float *restrict u, const float *restrict da, const float p, float *restrict dg, float *restrict du,
+             float *restrict pa)
 {
     const float alpha = act->alpha, limit = act->limit;
     float part[16] = {0};
@@ -472,7 +470,8 @@ static inline __attribute__((always_inline)) void gradient_rows(value2_fn *fn, c
         const float *g = gated ? row_in(x->g, r, x->h_stride, n, h_bf16, over, room[0]) : NULL;
         const float *u = row_in(x->u, r, x->h_stride, n, h_bf16, over, room[1]);
         float *dg = gated ? row_out(x->dg, r, x->dh_stride, bf16, room[2]) : NULL;
-        float *du = row_out(x->du, r, x->dh_stride, bf16, room[3]), *pa = row_out(x->pa, r, x->pa_stride, bf16, room[4]);
+        float *du = row_out(x->du, r, x->dh_stride, bf16, room[3]),
+              *pa = row_out(x->pa, r, x->pa_stride, bf16, room[4]);
         x->dot[r] = gradient_row(fn, gated, act, n, g, u, x->da + r * FMOE_NB, x->p[r], dg, du, pa);
         if (gated) row_done(x->dg, r, x->dh_stride, n, bf16, dg);
         row_done(x->du, r, x->dh_stride, n, bf16, du);

@@ -19,8 +19,8 @@ typedef struct fmoe_walk {
     int64_t step; /* bytes between the rows of a piece */
     int64_t advance, run_step;
     int32_t in_run, length, run, per_half;
-    int32_t row; /* fetch: which of the eight `at` is */
-    bool slow;   /* fetch: there is much time for it */
+    int32_t row;       /* fetch: which of the eight `at` is */
+    bool slow;         /* fetch: there is much time for it */
     int64_t due, rate; /* fetch: lines, in 1/65536; by how much at each step, where a gemm keeps it here */
 } fmoe_walk;
 
@@ -31,11 +31,11 @@ enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS, FMOE_SIDE_QUADS };
 
 typedef struct fmoe_side {
     fmoe_walk pack, fetch;
-    char *panel;             /* where pack goes; in quads `to` is where the next piece does, the panel at first */
+    char *panel; /* where pack goes; in quads `to` is where the next piece does, the panel at first */
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
+    bool again;        /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
     fmoe_walk rows;    /* fetched too: what the epilogue will read and write */
 } fmoe_side;

@@ -6,6 +6,7 @@
 #include <fenv.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -472,6 +473,32 @@ TEST(row22_thread_creation_fails)
     SKIP("needs a process without a pool: TSan cannot follow a fork of a process with threads");
 #endif
     CHECK_EQ(new_process(fails_to_create), 0);
+}
+
+static _Atomic int signals;
+static void count_signal(int number) { atomic_fetch_add(&signals, number == SIGUSR1); }
+
+/* Signals are the application's: one that its own threads block stays pending, the pool's do not take it. */
+TEST(row22_signals_are_not_for_the_pool)
+{
+    const layer l = make_layer(FMOE_F32, 4);
+    const results r = make_results(&l);
+    CHECK_STATUS(run_layer(&l, l.plan, &r), FMOE_OK);
+    struct sigaction count = {.sa_handler = count_signal}, before;
+    sigset_t usr1, pending;
+    sigemptyset(&usr1);
+    sigaddset(&usr1, SIGUSR1);
+    REQUIRE(sigaction(SIGUSR1, &count, &before) == 0 && pthread_sigmask(SIG_BLOCK, &usr1, NULL) == 0);
+    kill(getpid(), SIGUSR1);
+    CHECK_STATUS(run_layer(&l, l.plan, &r), FMOE_OK);
+    usleep(10000);
+    CHECK_EQ(atomic_load(&signals), 0);
+    CHECK(sigpending(&pending) == 0 && sigismember(&pending, SIGUSR1));
+    pthread_sigmask(SIG_UNBLOCK, &usr1, NULL);
+    CHECK_EQ(atomic_load(&signals), 1);
+    sigaction(SIGUSR1, &before, NULL);
+    fmoe_plan plan = l.plan;
+    CHECK_STATUS(fmoe_plan_destroy(&plan), FMOE_OK);
 }
 
 TEST(row22_a_thousand_threads)

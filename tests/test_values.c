@@ -644,6 +644,14 @@ TEST(row31_rubbish_in_the_environment)
     run_info("c", text, sizeof text);
     CHECK(strstr(text, "in use c") && !strstr(text, "ignored"));
     CHECK(!strstr(plain, "ignored"));
+    /* Only an absolute path is opened: never what the working directory or the loader has under a name. */
+    setenv("FMOE_CUDA_LIBRARY", "libm.so.6", 1);
+    run_info("", text, sizeof text);
+    CHECK(!strstr(text, "libm"));
+    setenv("FMOE_CUDA_LIBRARY", "/nonexistent/libm.so.6", 1);
+    run_info("", text, sizeof text);
+    CHECK(strstr(text, "/nonexistent/libm") != NULL);
+    unsetenv("FMOE_CUDA_LIBRARY");
 }
 
 TEST(backends_that_are_not_there)

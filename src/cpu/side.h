@@ -19,9 +19,9 @@ typedef struct fmoe_walk {
     int64_t step; /* bytes between the rows of a piece */
     int64_t advance, run_step;
     int32_t in_run, length, run, per_half;
-    int32_t row;       /* fetch: which of the eight `at` is */
+    int32_t row;       /* fetch: of the eight */
     bool slow;         /* fetch: there is much time for it */
-    int64_t due, rate; /* fetch: lines, in 1/65536; by how much at each step, where a gemm keeps it here */
+    int64_t due, rate; /* fetch: lines, in 1/65536; rate: of quads */
 } fmoe_walk;
 
 /* How a chunk of weights lies: k along memory (a piece is 8 columns x 16 units of 32 bits; for a panel of quads 4
@@ -59,29 +59,24 @@ static inline void fmoe_walk_on(fmoe_walk *w)
  * lies in L2, and is 2 % at 64 rows; at a fast one it displaces what is being multiplied, and costs 10 % at 12. */
 static inline __attribute__((always_inline)) void fmoe_fetch_line(fmoe_walk *w)
 {
-    if (w->slow) __builtin_prefetch(w->at, 0, 3);
-    else __builtin_prefetch(w->at, 0, 2);
-    w->at += w->step;
-    if (++w->row < 8) return;
-    w->row = 0;
-    w->at -= 8 * w->step;
-    fmoe_walk_on(w);
+    if (w->left <= 0) return;
+    if (w->slow) __builtin_prefetch(w->at + w->row * w->step, 0, 3);
+    else __builtin_prefetch(w->at + w->row * w->step, 0, 2);
+    w->row = (w->row + 1) & 7;
+    if (w->row == 0) fmoe_walk_on(w);
 }
 
 /* Lines to fetch at each of `steps` steps, in 1/65536, so that the last is when they end: evenly, for a memory that
- * rests at the end of a chunk is lost. Rounded down: a line need not ask whether there is one. */
+ * rests at the end of a chunk is lost. */
 static inline int64_t fmoe_fetch_rate(const fmoe_walk *w, int64_t steps)
 {
-    return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left - w->row) * 65536 / steps;
+    return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left * 65536 - w->row * 65536) / steps + 1;
 }
 
-/* What one step is due. At 8 to 16 rows a step of a product has 16 to 24 multiply-adds, and up to two of these lines
- * and half a piece beside them: a core that starts six instructions a cycle has none to spare. */
+/* What one step is due. */
 static inline __attribute__((always_inline)) void fmoe_fetch(fmoe_walk *w, int64_t rate)
 {
-    int64_t due = w->due + rate;
-    for (; due >= 65536; due -= 65536) fmoe_fetch_line(w);
-    w->due = due;
+    for (w->due += rate; w->due >= 65536; w->due -= 65536) fmoe_fetch_line(w);
 }
 
 #endif

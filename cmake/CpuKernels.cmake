@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
 # no instruction of a level runs on a CPU without it. rows_tmpl.c (elementwise rows) is compiled once per level.
-add_library(fmoe_cpu OBJECT src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/gemm.c src/cpu/direct.c src/cpu/outer.c src/cpu/experts.c
-            src/cpu/experts_bwd.c src/cpu/packed.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c
-            src/cpu/ref.c src/cpu/ref_route.c src/cpu/ref_experts.c)
+add_library(fmoe_cpu OBJECT
+            src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
+            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
+            src/cpu/packed.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c src/cpu/ref.c
+            src/cpu/ref_route.c src/cpu/ref_experts.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
 set(FMOE_CPU_OBJECTS $<TARGET_OBJECTS:fmoe_cpu>)
 

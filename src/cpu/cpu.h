@@ -171,7 +171,7 @@ static inline bool fmoe_claim_some(fmoe_tasks *t, int threads, int64_t *begin, i
     return true;
 }
 
-/* ---- the three products (gemm.c, outer.c) ---- */
+/* ---- the three products (gemm.c and line.c, outer.c) ---- */
 
 /* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
  * over k, while the product is in registers. Stacks as the product's own. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * packed.c - the weights of a layer as a packed buffer: the panels that gemm.c would make of them inside every call,
+ * packed.c - the weights of a layer as a packed buffer: the panels that line.c would make of them inside every call,
  * made once. A header says what they were made of and for which plans; it holds no pointers, so that a buffer may be
  * moved, written to a file and mapped again.
  *

@@ -1,0 +1,281 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * line.c - a worker's line of chunks: one is multiplied, the next packed, the one after fetched (side.h). */
+#include "cpu/line.h"
+
+/* ---- on the side ---- */
+
+enum { FEW_ROWS = 24 }; /* memory is fetched from as fast as it can be */
+
+/* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
+static bool halves(const fmoe_step *s, const char *half[2])
+{
+    if (s->n * s->n_v % FMOE_NB || (fmoe_along_k(s) && s->n > FMOE_NB) ||
+        (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
+        return false;
+    half[0] = fmoe_chunk_at(s, 0);
+    half[1] =
+        s->n_v == 2 ? fmoe_chunk_at(s, 1) : half[0] + FMOE_NB / 2 * s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype);
+    return true;
+}
+
+/* Few rows are multiplied by weights where they lie, without a panel: where no expert has more, for what comes after a
+ * chunk of the other kind is not packed beside it. */
+static fmoe_gemm_along_fn *along(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
+{
+    const char *half[2];
+    const int64_t largest = g->order[0], most = fmoe_max(s->rows, g->off[largest + 1] - g->off[largest]);
+    if (most > FMOE_ALONG_ROWS || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
+    if (fmoe_is_packed(s) || !fmoe_in_quads(cpu, s) || !halves(s, half)) return NULL;
+    return cpu->pairs ? cpu->k.gemm_along_bf16 : cpu->k.gemm_along_f32;
+}
+
+/* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
+static void side_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *panel, fmoe_side *side)
+{
+    enum { ROW = FMOE_NB * 4 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
+    const bool cols = fmoe_along_k(s), quads = fmoe_in_quads(cpu, s);
+    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = quads ? 4 : 8; /* of a piece */
+    fmoe_walk *w = &side->pack;
+    if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
+    side->panel = side->to = panel;
+    side->kind = quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
+    side->dtype = s->dtype;
+    side->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    side->to_run = cols ? 32 : 2 * ROW;
+    w->at = w->half[0];
+    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
+    w->advance = cols ? k * element : FMOE_NB * element;
+    w->run_step = cols ? columns * w->step : k * w->step;
+    w->per_half = (int32_t)(cols ? FMOE_NB / 2 / columns : pieces);
+    w->length = w->in_run = (int32_t)(cols ? pieces : fmoe_panels_in(s));
+    w->left = pieces * (cols ? FMOE_NB / columns : fmoe_panels_in(s));
+}
+
+/* Let it fetch a packed panel: one line after another. */
+static void side_fetch_packed(const fmoe_cpu_plan *cpu, const fmoe_step *s, int64_t rows, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    fmoe_walk *w = &side->fetch;
+    w->at = w->half[0] = fmoe_packed_at(cpu, s);
+    w->step = LINE;
+    w->advance = 8 * LINE;
+    w->left = fmoe_chunk_bytes(cpu, s) / w->advance;
+    w->length = w->in_run = (int32_t)w->left;
+    w->per_half = 1;
+    w->slow = rows >= FEW_ROWS;
+}
+
+/* Multiplied where it lies (gemm_lying): columns that are neighbours, whole panels of them. */
+static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
+{
+    const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_along_k(s) && s->n % FMOE_NB == 0;
+    if (!regular || s->dtype != cpu->work_type || s->a->dtype != cpu->work_type) return NULL;
+    return cpu->pairs ? cpu->k.gemm_lying_bf16 : cpu->k.gemm_lying_f32;
+}
+
+static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
+{
+    return !fmoe_is_packed(s) && !lying(cpu, s) && !along(cpu, g, s);
+}
+
+/* Let it fetch a chunk of few rows' columns along k: one column after another. */
+static void side_fetch_along(const fmoe_step *s, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    fmoe_walk *w = &side->fetch;
+    if (!halves(s, w->half)) return;
+    w->at = w->half[0];
+    w->step = LINE;
+    w->advance = 8 * LINE;
+    w->run_step = s->v[0].sn * element;
+    w->length = w->in_run = (int32_t)fmoe_ceil_div(s->kc * element, w->advance);
+    w->per_half = FMOE_NB / 2;
+    w->left = (int64_t)w->length * FMOE_NB;
+}
+
+/* Let it fetch the lines of panel j of such a step. */
+static void side_fetch_lying(const fmoe_step *s, int64_t j, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    fmoe_walk *w = &side->fetch;
+    w->at = w->half[0] = fmoe_chunk_at(s, 0) + j * FMOE_NB * element;
+    w->step = s->v[0].sk * element;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = w->in_run = (int32_t)(FMOE_NB * element / LINE);
+    w->per_half = (int32_t)(s->kc / 8);
+    w->left = (int64_t)w->length * w->per_half;
+}
+
+/* Let panel j of one of the last two chunks fetch a matrix that the epilogue touches. Each of its rows is a page or
+ * half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no time for more than
+ * the weights. */
+static void side_fetch_touched(const fmoe_step *s, const fmoe_touched *touched, int64_t j, fmoe_side *side)
+{
+    enum { LINE = 64 };
+    fmoe_walk *w = &side->rows;
+    const int64_t left = s->v[0].K - s->k0 - s->kc, i = left ? j : fmoe_panels_in(s) + j;
+    if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_TOUCHED || !touched[i].base) return;
+    const fmoe_touched *t = &touched[i];
+    w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;
+    w->step = t->stride;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = w->in_run = (int32_t)fmoe_ceil_div(s->n * t->element, LINE);
+    w->per_half = (int32_t)(s->rows / 8);
+    w->left = (int64_t)w->length * w->per_half;
+}
+
+/* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
+ * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
+static void side_fetch(const fmoe_step *before, const fmoe_step *s, int64_t rows, fmoe_side *side)
+{
+    enum { LINE = 64, FETCH_AHEAD = 32 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    const bool cols = fmoe_along_k(s);
+    fmoe_walk *w = &side->fetch;
+    if (!halves(s, w->half)) return;
+    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
+    w->advance = LINE;
+    w->run_step = 8 * w->step;
+    w->length = (int32_t)fmoe_ceil_div((cols ? s->kc : s->n) * element, LINE);
+    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : fmoe_ceil_div(s->kc, 8));
+    w->left = (int64_t)w->length * w->per_half * (cols ? 2 : s->n_v);
+    if (!cols && s->n_v == 1 && before->n == s->n && before->v[0].sk == s->v[0].sk && before->dtype == s->dtype) {
+        w->half[1] = w->half[0];
+        w->half[0] = fmoe_chunk_at(before, 0) + FETCH_AHEAD * w->step;
+        w->per_half = (int32_t)fmoe_ceil_div(fmoe_max(0, before->kc - FETCH_AHEAD), 8);
+        w->left = (int64_t)w->length * (w->per_half + fmoe_min(FETCH_AHEAD, s->kc) / 8);
+        if (!w->per_half) w->half[0] = w->half[1];
+    }
+    w->in_run = w->length;
+    w->at = w->half[0];
+    w->slow = rows >= FEW_ROWS && cols;
+}
+
+/* ---- a worker's line of chunks ---- */
+
+fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
+                       bool (*next)(void *, fmoe_step *), void *state)
+{
+    return (fmoe_line){.cpu = cpu,
+                       .g = g,
+                       .scratch = scratch,
+                       .next = next,
+                       .state = state,
+                       .n = -1,
+                       .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
+}
+
+/* A share of the work on the side, for one of `calls` products that are left, and what remains after it. */
+static fmoe_side side_share(fmoe_side *side, int64_t calls)
+{
+    fmoe_side share = *side;
+    share.pack.left = fmoe_ceil_div(side->pack.left, calls);
+    share.fetch.left = fmoe_ceil_div(side->fetch.left, calls);
+    return share;
+}
+
+static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
+{
+    const int64_t pack = side->pack.left - fmoe_ceil_div(side->pack.left, calls);
+    const int64_t fetch = side->fetch.left - fmoe_ceil_div(side->fetch.left, calls);
+    *side = *share;
+    side->pack.left += pack;
+    side->fetch.left += fetch;
+}
+
+/* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a
+ * panel of it is multiplied, the next one is fetched. */
+static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_step *then)
+{
+    fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
+    const void *a[FMOE_TASK_ROWS];
+    for (int64_t i = 0; i < s->rows; i++)
+        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) + (s->a_column + s->k0) * element;
+    for (int64_t j = 0; j < panels; j++) {
+        fmoe_side side = {0};
+        if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
+        else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
+        if (l->touched) side_fetch_touched(s, l->touched, j, &side);
+        gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
+             l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
+    }
+}
+
+/* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
+static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, fmoe_side *side)
+{
+    const fmoe_cpu_plan *cpu = l->cpu;
+    fmoe_gemm_along_fn *const by_along = along(cpu, l->g, s);
+    fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
+                         : cpu->pairs          ? cpu->k.gemm_bf16
+                                               : cpu->k.gemm_f32;
+    const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
+    const bool widen = s->a->dtype != cpu->work_type;
+    const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = fmoe_panels_in(s);
+    const void *a[FMOE_TASK_ROWS];
+    int64_t calls = fmoe_ceil_div(s->rows, block) * panels;
+    for (int64_t r = 0; r < s->rows; r += block) {
+        const int64_t rows = fmoe_min(block, s->rows - r);
+        for (int64_t i = 0; i < rows; i++) {
+            a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + r + i) + offset;
+            if (!widen) continue;
+            float *wide = l->scratch->widened + i * FMOE_KC;
+            fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
+            a[i] = wide;
+        }
+        if (by_along) {
+            const char *half[2];
+            halves(s, half);
+            by_along(rows, s->kc, a, half, s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype), l->scratch->c, FMOE_NB,
+                     s->first, side);
+            return;
+        }
+        for (int64_t j = 0; j < panels; j++, calls--) {
+            fmoe_side share = side_share(side, calls);
+            gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
+                 FMOE_NB, s->first, &share);
+            side_rest(side, &share, calls);
+        }
+    }
+}
+
+/* The next step, multiplied: NULL when there is none. */
+const fmoe_step *fmoe_line_next(fmoe_line *l)
+{
+    if (l->n < 0) {
+        for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
+        if (l->n && to_pack(l->cpu, l->g, &l->steps[0])) fmoe_pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+    } else {
+        char *const used = l->panel[0];
+        l->panel[0] = l->panel[1];
+        l->panel[1] = used;
+        l->steps[0] = l->steps[1];
+        l->steps[1] = l->steps[2];
+        if (l->n < 3 || !l->next(l->state, &l->steps[2])) l->n--;
+    }
+    if (l->n <= 0) return NULL;
+    const fmoe_step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
+    const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
+    if (lying(l->cpu, now)) {
+        multiply_lying(l, now, l->n > 1 ? then : NULL);
+        if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+        return now;
+    }
+    fmoe_side side = {.again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
+    if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
+    const bool whole = pack && side.pack.left == 0;
+    if (l->n > 1 && fmoe_is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
+    else if (l->n > 1 && along(l->cpu, l->g, then)) side_fetch_along(then, &side);
+    else if (l->n > 2 && fmoe_is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
+    else if (l->n > 2) side_fetch(then, after, now->rows, &side);
+    multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &side);
+    if (whole || side.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+    return now;
+}

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * line.h - weights chunk by chunk. A worker sees all the chunks of its tasks as one line, which runs on over tasks and
+ * experts: while one is multiplied, the next is packed and the one after fetched. */
+#ifndef FMOE_CPU_LINE_H
+#define FMOE_CPU_LINE_H
+
+#include "cpu/cpu.h"
+
+/* What is multiplied at a time: kc of k of up to 64 columns, or several panels of them, by up to FMOE_TASK_ROWS rows of
+ * an expert. The sums of panel i are c[i*rows ...]. */
+typedef struct fmoe_step {
+    fmoe_view v[2]; /* one or two matrices, which share N and K */
+    int n_v, dtype;
+    int64_t n0, n, k0, kc;         /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
+    int64_t e, row, rows;          /* rows of A */
+    const fmoe_rows *a;            /* A itself, or the rows of a low-rank term */
+    int64_t a_column;              /* where A's k starts in its rows */
+    bool first, last;              /* of the sum over k */
+    int64_t t0, t1;                /* out: the tokens whose sums these columns are part of */
+    int64_t first_column, columns; /* out: the columns of the task, of which these are some */
+    bool opens, closes;            /* out: first and last of all steps of those sums */
+} fmoe_step;
+
+/* ---- chunk.c ---- */
+
+int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v,
+                      bool low); /* k of a chunk; low: of a low-rank term */
+int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks,
+                       int64_t tasks);
+int64_t fmoe_rows_of_task(int64_t rows); /* of an expert that has so many */
+
+const char *fmoe_chunk_at(const fmoe_step *s, int i); /* where the chunk of matrix i begins */
+bool fmoe_along_k(const fmoe_step *s);                /* k is what lies along memory */
+bool fmoe_in_quads(const fmoe_cpu_plan *cpu, const fmoe_step *s);
+int64_t fmoe_panels_in(const fmoe_step *s);
+int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
+void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const fmoe_step *s, char *panel);
+bool fmoe_is_packed(const fmoe_step *s); /* beforehand (packed.c) */
+const char *fmoe_packed_at(const fmoe_cpu_plan *cpu, const fmoe_step *s);
+
+/* ---- line.c ---- */
+
+typedef struct fmoe_line {
+    const fmoe_cpu_plan *cpu;
+    const fmoe_groups *g;
+    fmoe_scratch *scratch;
+    bool (*next)(void *state, fmoe_step *s); /* false: no more */
+    void *state;
+    const fmoe_touched *touched; /* by the epilogue; NULL: nothing */
+    fmoe_step steps[3];          /* multiplied, packed, fetched */
+    int n;                       /* how many of them there are; the first time, -1 */
+    char *panel[2];
+} fmoe_line;
+
+fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
+                       bool (*next)(void *, fmoe_step *), void *state);
+const fmoe_step *fmoe_line_next(fmoe_line *l); /* the next step, multiplied: NULL when there is none */
+
+#endif

@@ -196,12 +196,14 @@ static void json_row(FILE *json, const row *r, bool first)
             "%s\n  {\"op\": \"%s\", \"pass\": \"%s\", \"backend\": \"cpu\", \"isa_or_arch\": \"%s\", \"dtype\": "
             "\"%s\", \"T\": %lld, "
             "\"H\": %lld, \"I\": %lld, \"E\": %lld, \"k\": %lld, \"threads\": %d, \"ms\": %.6g, \"best_ms\": %.6g, "
-            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"packed\": %s, \"sweep_gbytes\": %.6g, "
-            "\"sweep_share\": %.4f, \"peer\": %s%s%s}",
+            "\"%s\": %.6g, \"ceiling_%s\": %.6g, \"share\": %.4f, \"packed\": %s, \"gbytes_of_weights\": %.6g, "
+            "\"sweep_gbytes\": %.6g, \"sweep_share\": %.4f, \"ratio\": %.4g, \"ratio_packed\": %.4g, \"peer\": "
+            "%s%s%s}",
             first ? "" : ",", r->op, r->pass, fmoe_cpu_isa(), dtype_names[s->dtype], (long long)s->T, (long long)s->H,
             (long long)s->I, (long long)s->E, (long long)s->k, s->threads, r->ms, r->best_ms, unit, r->rate, unit,
-            r->ceiling, r->share, r->packed ? "true" : "false", r->weights > 0 ? r->stream : 0,
-            r->weights > 0 ? r->stream_share : 0, r->peer ? "\"" : "", r->peer ? r->peer : "null", r->peer ? "\"" : "");
+            r->ceiling, r->share, r->packed ? "true" : "false", r->weights, r->weights > 0 ? r->stream : 0,
+            r->weights > 0 ? r->stream_share : 0, r->ratio[0], r->ratio[1], r->peer ? "\"" : "",
+            r->peer ? r->peer : "null", r->peer ? "\"" : "");
 }
 
 /* ---- one shape of one operation ---- */

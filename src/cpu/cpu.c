@@ -21,7 +21,8 @@ static const char *const level_names[LEVELS] = {"c"};
 #endif
 
 static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
-static int detected;             /* highest level of CPU and operating system */
+static int detected; /* highest level of CPU and operating system */
+static bool intel;
 static int env_cap = LEVELS - 1; /* FMOE_MAX_ISA */
 static char env_warning[96];
 static _Atomic int api_cap = LEVELS - 1; /* fmoe_cpu_set_max_isa */
@@ -63,6 +64,12 @@ static bool has_tiles(bool cpu, uint64_t state)
 }
 #endif
 
+static bool detect_intel(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx;
+}
+
 static int detect_level(void)
 {
     unsigned a, b, c, d;
@@ -86,9 +93,12 @@ static int detect_level(void)
 #define HWCAP2_BF16 (1ul << 14) /* C libraries older than the extension */
 #endif
 
+static bool detect_intel(void) { return false; }
+
 /* The operating system says what may be used; NEON itself is part of the architecture. */
 static int detect_level(void) { return getauxval(AT_HWCAP2) & HWCAP2_BF16 ? LEVEL_neon_bf16 : LEVEL_neon; }
 #else
+static bool detect_intel(void) { return false; }
 static int detect_level(void) { return LEVEL_c; }
 #endif
 
@@ -107,6 +117,7 @@ static void detect(void)
     if (cap >= 0) env_cap = cap; /* before levels are tried: tiles that are not wanted are not asked for */
     else snprintf(env_warning, sizeof env_warning, "FMOE_MAX_ISA=%.40s is not a level and is ignored", env);
     detected = detect_level();
+    intel = detect_intel();
 }
 
 int fmoe_cpu_level_count(void) { return LEVELS; }
@@ -226,6 +237,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
     cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
     cpu->gather = cpu->pairs && cpu->k.pack_left_pairs;
+    cpu->crowded = intel && !cpu->gather;
     cpu->work_type = cpu->pairs ? FMOE_BF16 : FMOE_F32;
     p->priv = cpu;
     return FMOE_OK;

@@ -3,7 +3,7 @@
 # no instruction of a level runs on a CPU without it. rows_tmpl.c (elementwise rows) is compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
-            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
+            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
             src/cpu/packed.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c src/cpu/ref.c
             src/cpu/ref_route.c src/cpu/ref_experts.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
@@ -22,7 +22,7 @@ fmoe_isa(c SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c src/cpu/quads_avx2.c FLAGS ${avx2})
   fmoe_isa(avx512 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx512.c src/cpu/outer_avx512.c FLAGS ${avx512})
   fmoe_isa(avx512_bf16 SOURCES src/cpu/gemm_avx512_bf16.c src/cpu/outer_avx512.c FLAGS ${avx512} -mavx512bf16)
   fmoe_isa(amx_bf16 SOURCES src/cpu/gemm_amx_bf16.c src/cpu/direct_amx_bf16.c FLAGS ${avx512} -mavx512bf16)

@@ -13,7 +13,7 @@ static form form_of(const check_kernel *k)
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
                            strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") ||
                            strstr(k->field, "quads_bf16"),
-                  .quads = strstr(k->field, "quads") != NULL};
+                  .quads = strstr(k->field, "quads") || strstr(k->field, "pack_wide")};
 }
 
 static int64_t unit_of(form f) { return f.pairs ? 2 : 4; } /* bytes of an element */
@@ -27,8 +27,8 @@ static int64_t panel_units(form f, int64_t kc) /* of 32 bits */
 static int64_t panel_at(form f, int64_t nr, int64_t kc, int64_t k, int64_t n)
 {
     if (f.quads) {
-        const int64_t steps = fmoe_ceil_div(kc * unit_of(f), 16), block = 16 / unit_of(f);
-        return ((n / 16 * steps + k / block) * 16 + n % 16) * block + k % block;
+        const int64_t steps = fmoe_ceil_div(kc * unit_of(f), 16), block = 16 / unit_of(f), nq = nr / 4;
+        return ((n / nq * steps + k / block) * nq + n % nq) * block + k % block;
     }
     return f.pairs ? 2 * (k / 2 * FMOE_NB + n) + k % 2 : n / nr * kc * nr + k * nr + n % nr;
 }
@@ -146,10 +146,10 @@ static void draw_beside(beside *b, form f)
 {
     const bool pairs = f.pairs;
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
-    const int dtype = pairs ? FMOE_BF16 : f.quads ? FMOE_F32 : types[check_below(3)];
+    const int dtype = pairs ? FMOE_BF16 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
-    const bool cols = f.quads || (check_below(2) && dtype != FMOE_F32); /* f32 along k is in quads */
-    const int64_t of_a_piece = f.quads ? 4 : 8;                         /* columns */
+    const bool cols = f.quads || (pairs && check_below(2)); /* along k: in quads, but for AMX */
+    const int64_t of_a_piece = f.quads ? 4 : 8;             /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
     const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;
@@ -166,7 +166,7 @@ static void draw_beside(beside *b, form f)
             for (int64_t i = 0; i < kc && n % FMOE_NB < 32; i++) {
                 const char *from = half[h] + (cols ? n * step + i * element : i * step + n * element);
                 const int64_t at =
-                    n / FMOE_NB * panel_units(f, kc) * unit + panel_at(f, 64, kc, i, 32 * h + n % FMOE_NB);
+                    n / FMOE_NB * panel_units(f, kc) * unit + panel_at(f, check_table.nr, kc, i, 32 * h + n % FMOE_NB);
                 uint16_t bits = 0;
                 if (dtype != FMOE_F32) memcpy(&bits, from, 2);
                 const float v = dtype == FMOE_BF16 ? fmoe_bf16_to_float(bits) : fmoe_f16_to_float(bits);
@@ -289,12 +289,20 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     do draw_product(&p, k, index);
     while (p.a_step != 4);
     fill_product(&p);
-    const int64_t unit = p.pairs ? 2 : 4, apart = (FMOE_NB + check_below(3) * 16) * unit;
+    const int dtype = strstr(k->field, "_f32") ? FMOE_F32 : strstr(k->field, "_f16") ? FMOE_F16 : FMOE_BF16;
+    const int64_t unit = (int64_t)fmoe_dtype_size(dtype), apart = (FMOE_NB + check_below(3) * 16) * unit;
     const size_t bytes = (size_t)((p.kc - 1) * apart + FMOE_NB * unit), room = (size_t)panel_units(p.f, p.kc) * 4;
     char *w = check_guarded(bytes, (size_t)unit), *panel = check_guarded(room, 4);
     for (int64_t i = 0; i < p.kc; i++)
-        for (int64_t n = 0; n < FMOE_NB; n++)
-            memcpy(w + i * apart + n * unit, (char *)p.panel + panel_at(p.f, 64, p.kc, i, n) * unit, (size_t)unit);
+        for (int64_t n = 0; n < FMOE_NB; n++) {
+            char *at = w + i * apart + n * unit;
+            float *packed = (float *)p.panel + (p.pairs ? 0 : panel_at(p.f, check_table.nr, p.kc, i, n));
+            const uint16_t bits = dtype == FMOE_F16 ? fmoe_float_to_f16(*packed) : fmoe_float_to_bf16(*packed);
+            if (p.pairs) memcpy(at, (char *)p.panel + panel_at(p.f, 64, p.kc, i, n) * unit, (size_t)unit);
+            else memcpy(at, dtype == FMOE_F32 ? (const void *)packed : &bits, (size_t)unit);
+            if (!p.pairs && dtype != FMOE_F32) /* rounded, as it is widened again */
+                *packed = dtype == FMOE_F16 ? fmoe_f16_to_float(bits) : fmoe_bf16_to_float(bits);
+        }
     const int first = (int)check_below(2);
     float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
     for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
@@ -318,7 +326,7 @@ void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t 
     enum { ROWS = 48 };
     static char w[FMOE_PANEL_BYTES], panel[FMOE_PANEL_BYTES] __attribute__((aligned(64)));
     static float a[ROWS][FMOE_KC], c[ROWS * FMOE_NB];
-    const int64_t unit = form_of(k).pairs ? 2 : 4, kc = FMOE_PANEL_BYTES / FMOE_NB / unit;
+    const int64_t unit = strstr(k->field, "16") ? 2 : 4, kc = FMOE_PANEL_BYTES / FMOE_NB / (form_of(k).pairs ? 2 : 4);
     const void *rows[ROWS];
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
     fmoe_side nothing = {0};
@@ -380,10 +388,10 @@ void check_outer(const check_kernel *k, int64_t index)
         const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
         double sum = more ? (double)c[i] : 0, magnitude = fabs(sum);
         for (int64_t r = 0; r < kc; r++) {
-            const int64_t a = own_rows
-                                  ? row * kc + r
-                                  : row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(f, 64, kc, r, row % FMOE_NB);
-            const int64_t b = panel_at(f, 64, kc, r, n);
+            const int64_t a =
+                own_rows ? row * kc + r
+                         : row / FMOE_NB * units * (pairs ? 2 : 1) + panel_at(f, check_table.nr, kc, r, row % FMOE_NB);
+            const int64_t b = panel_at(f, check_table.nr, kc, r, n);
             const double one = pairs ? (double)fmoe_bf16_to_float(((uint16_t *)(void *)left)[a]) *
                                            (double)fmoe_bf16_to_float(((uint16_t *)(void *)panel)[b])
                                      : (double)((float *)(void *)left)[a] * (double)((float *)(void *)panel)[b];
@@ -422,7 +430,7 @@ static source source_of(const check_kernel *k)
     const char *f = k->field;
     return (source){.f = form_of(k),
                     .pairs = form_of(k).pairs,
-                    .cols = strstr(f, "cols") || strstr(f, "quads"),
+                    .cols = strstr(f, "cols") || form_of(k).quads,
                     .dtype = strstr(f, "_f32")   ? FMOE_F32
                              : strstr(f, "_f16") ? FMOE_F16
                                                  : FMOE_BF16};
@@ -466,7 +474,7 @@ void check_pack(const check_kernel *k, int64_t index)
         }
     for (int64_t i = kc; s.f.quads && i * unit_of(s.f) % 16; i++) /* the rest of a block is zeros */
         for (int64_t j = 0; j < n; j++)
-            memset(want + unit_of(s.f) * panel_at(s.f, 64, kc, i, col + j), 0, (size_t)unit_of(s.f));
+            memset(want + unit_of(s.f) * panel_at(s.f, check_table.nr, kc, i, col + j), 0, (size_t)unit_of(s.f));
     pack(panel, kc, col, pointers, n);
     for (size_t b = 0; b < panel_bytes; b++)
         if (panel[b] != want[b]) {

@@ -44,6 +44,7 @@ int64_t fmoe_rows_of_task(int64_t rows)
 static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols, bool quads)
 {
     const fmoe_kernels *k = &cpu->k;
+    if (quads && !cpu->pairs && dtype != FMOE_F32) return dtype == FMOE_BF16 ? k->pack_wide_bf16 : k->pack_wide_f16;
     if (quads) return cpu->pairs ? k->pack_quads_bf16 : k->pack_quads_f32;
     if (cpu->pairs) return cols ? k->pack_cols_pairs : k->pack_rows_pairs;
     if (dtype == FMOE_BF16) return cols ? k->pack_cols_bf16 : k->pack_rows_bf16;
@@ -66,12 +67,13 @@ int64_t fmoe_panels_in(const fmoe_step *s) { return fmoe_ceil_div(s->n * s->n_v,
 bool fmoe_in_quads(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     if (!fmoe_along_k(s)) return false;
-    return cpu->pairs ? cpu->k.gemm_quads_bf16 && !cpu->gather : cpu->k.gemm_quads_f32 && s->dtype == FMOE_F32;
+    if (cpu->pairs) return cpu->k.gemm_quads_bf16 && !cpu->gather;
+    return cpu->k.gemm_quads_f32 && (s->dtype == FMOE_F32 || cpu->k.pack_wide_bf16);
 }
 
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
-    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    const int64_t element = (int64_t)fmoe_dtype_size(cpu->work_type);
     return fmoe_in_quads(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB
                                  : (int64_t)fmoe_panel_bytes(cpu, s->kc);
 }

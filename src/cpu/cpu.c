@@ -158,6 +158,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 #define FMOE_KERNEL(lvl, type, field)                                                                                  \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
 #include "cpu/kernels.inc"
+    if (level >= LEVEL_WIDE) k->gemm_lying_wide_bf16 = k->gemm_lying_wide_f16 = NULL; /* packing is faster there */
 }
 
 /* ---- threads ---- */

@@ -77,6 +77,8 @@ typedef struct fmoe_groups {
      * the first block of tiles of each group [E+1]. */
     void *gathered;
     int64_t gathered_k, *block;
+    float *wide; /* room for the rows of every token in f32, wide_rows of wide_k (wide.c); NULL: not wanted */
+    int64_t wide_rows, wide_k;
 } fmoe_groups;
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
@@ -84,6 +86,8 @@ void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);
 fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids);
 /* Room for gathered rows of up to K elements, where the plan gathers. */
 void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K);
+/* Room for T rows of K elements in f32, where the plan's are not as products like them. */
+void fmoe_wide_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t T, int64_t K);
 /* From group sizes; sizes NULL: one group of all rows. off and order only. */
 fmoe_status fmoe_groups_from_sizes(fmoe_groups *g, const fmoe_tensor *sizes, int cumulative, int64_t rows);
 
@@ -250,6 +254,9 @@ bool fmoe_direct_in(const fmoe_in_job *job);
 bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job);
 /* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
+
+/* The same for rows that are to be in f32, and well apart. */
+fmoe_rows fmoe_wide_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
 /* Shared by both forms of `out`: the first row of group e whose token is not below t; the first expert from e on that
  * has rows of tokens [t0, t1), or E; finished sums c of rows [row, row+rows), added to their tokens' in the scratch;

@@ -47,6 +47,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
+    fmoe_wide_carve(&b->g, c, p, T, p->d.H);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p, fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_out_columns(cpu, p->d.H));
     b->dh = dh_over_h(p) ? NULL : fmoe_carve_take(c, R * p->h_cols, work);

@@ -80,7 +80,9 @@ void fmoe_multiply_in(const fmoe_in_job *job)
     if (fmoe_direct_in(job)) return;
     const fmoe_groups *g = job->g;
     fmoe_in_job gathered = *job;
-    gathered.a = fmoe_gather(job->p, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
+    const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
+    gathered.a = fmoe_gather(job->p, g, &job->a, K);
+    gathered.a = fmoe_wide_rows(job->p, g, &gathered.a, K);
     in_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
     if (job->n_w == 1)
         run.width *= fmoe_panels_of(job->cpu, job->w, 1, g->E, g->E * fmoe_ceil_div(in_columns(job, 0), FMOE_NB),

@@ -4,18 +4,19 @@
  * panels.
  *
  * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
-#include <immintrin.h>
-
+#include "cpu/fetch_avx2.h"
 #include "cpu/kernels.h"
-#include "util.h"
+#include "cpu/load_avx2.h"
 
-enum { NR = 16 };
+enum { NR = 16, PACKED = 0 }; /* a strip's columns; where B is: in a panel, or in memory as a dtype */
 
-static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
-                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+/* B comes from a strip, b_step bytes a k, or from memory: then it is left in the strip `keep`, if there is one. */
+static inline __attribute__((always_inline)) void strip_tile(const int source, const int mr, int64_t kc,
+                                                             const void *const *a, int64_t a_step, const char *b,
+                                                             int64_t b_step, float *keep, float *c, int64_t ldc,
+                                                             int first, fmoe_side *side, int64_t tiles)
 {
-    (void)form;
+    const int dtype = source == PACKED ? FMOE_F32 : source;
     __m256 acc[FMOE_MR][2];
     const char *row[FMOE_MR];
 #pragma GCC unroll 6
@@ -23,11 +24,17 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         row[i] = a[i];
         acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     }
+    const uint32_t rate = carry_rate(&side->fetch, tiles * kc);
+    uint32_t due = 0;
     int64_t offset = 0;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * kc);
-    for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        fmoe_fetch(&side->fetch, rate);
-        const __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+    for (int64_t k = 0; k < kc; k++, b += source == PACKED ? 4 * NR : b_step, offset += a_step) {
+        fetch_carry(&side->fetch, &due, rate);
+        const __m256 b0 = load8(dtype, b), b1 = load8(dtype, b + 8 * bytes_of(dtype));
+        if (source != PACKED && keep) {
+            _mm256_storeu_ps(keep, b0);
+            _mm256_storeu_ps(keep + 8, b1);
+            keep += NR;
+        }
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
             const __m256 ai = _mm256_broadcast_ss((const float *)(const void *)(row[i] + offset));
@@ -44,6 +51,13 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         }
 }
 
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_side *side, int64_t tiles)
+{
+    strip_tile(form, mr, kc, a, a_step, (const char *)b, 0, NULL, c, ldc, first, side, tiles);
+}
+
 #define PANEL float
 #include "cpu/tiles.h"
 
@@ -51,24 +65,52 @@ void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t 
                         int64_t ldc, int first, fmoe_side *side)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
-        run_tiles(0, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
+        run_tiles(PACKED, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
                   FMOE_NB / NR - strip);
 }
 
-/* ---- packing: a loader per storage type, 8 elements ---- */
+/* ---- columns that are neighbours, where they lie ---- */
 
-static inline __m256 load8_f32(const void *p) { return _mm256_loadu_ps(p); }
-
-static inline __m256 load8_bf16(const void *p)
+static inline __attribute__((always_inline)) void first_tile(const int dtype, int64_t mr, int64_t kc,
+                                                             const void *const *a, const char *w, int64_t step,
+                                                             float *keep, float *c, int64_t ldc, int first,
+                                                             fmoe_side *side, int64_t tiles)
 {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(p)), 16));
+    switch (mr) {
+    case 1: strip_tile(dtype, 1, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    case 2: strip_tile(dtype, 2, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    case 3: strip_tile(dtype, 3, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    case 4: strip_tile(dtype, 4, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    case 5: strip_tile(dtype, 5, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    default: strip_tile(dtype, 6, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    }
 }
 
-static inline __m256 load8_f16(const void *p) { return _mm256_cvtph_ps(_mm_loadu_si128(p)); }
+/* Strip by strip: what the first tile leaves of one is in L1 for the others. */
+static inline __attribute__((always_inline)) void lying(const int dtype, int64_t rows, int64_t kc, const void *const *a,
+                                                        const char *w, int64_t step, float *panel, float *c,
+                                                        int64_t ldc, int first, fmoe_side *side)
+{
+    const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr = tiles ? fmoe_ceil_div(rows, tiles) : 0;
+    for (int64_t left = FMOE_NB / NR; left > 0 && tiles; left--, w += NR * bytes_of(dtype), c += NR) {
+        first_tile(dtype, mr, kc, a, w, step, tiles > 1 ? panel : NULL, c, ldc, first, side, left * tiles);
+        run_tiles(PACKED, rows - mr, kc, a + mr, 4, panel, c + mr * ldc, ldc, first, side, left);
+        panel += kc * NR;
+    }
+}
 
-static inline float load1_f32(const void *p) { return *(const float *)p; }
-static inline float load1_bf16(const void *p) { return fmoe_bf16_to_float(*(const uint16_t *)p); }
-static inline float load1_f16(const void *p) { return fmoe_f16_to_float(*(const uint16_t *)p); }
+#define DEFINE_LYING(field, dtype)                                                                                     \
+    void fmoe_gemm_lying_##field##_avx2(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step, \
+                                        void *panel, float *c, int64_t ldc, int first, fmoe_side *side)                \
+    {                                                                                                                  \
+        lying(dtype, rows, kc, a, w, w_step, panel, c, ldc, first, side);                                              \
+    }
+
+DEFINE_LYING(f32, FMOE_F32)
+DEFINE_LYING(wide_bf16, FMOE_BF16)
+DEFINE_LYING(wide_f16, FMOE_F16)
+
+/* ---- packing ---- */
 
 /* 8 x 8 block of f32. */
 static inline __attribute__((always_inline)) void transpose8(__m256 r[8])

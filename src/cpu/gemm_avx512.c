@@ -24,26 +24,6 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 
 /* ---- pieces of the next panel ---- */
 
-static inline __m512 widen_bf16(__m256i x)
-{
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-static inline __m512 widen_f16(__m256i x) { return _mm512_cvtph_ps(x); }
-
-/* 16-bit elements: the same lanes, half as wide. */
-#define PIECE_COLS_HALF(type, offset, to)                                                                              \
-    do {                                                                                                               \
-        __m256i y[4];                                                                                                  \
-        PIECE_LOAD("vmovq", "vpbroadcastq", "t", offset, "8", y, side->pack.at, side->pack.step);                      \
-        const __m512 z[4] = {widen_##type(y[0]), widen_##type(y[1]), widen_##type(y[2]), widen_##type(y[3])};          \
-        piece_cols_store(z, to);                                                                                       \
-    } while (0)
-#define PIECE_COLS(type)                                                                                               \
-    do {                                                                                                               \
-        PIECE_COLS_HALF(type, "0", piece_at(side));                                                                    \
-        PIECE_COLS_HALF(type, "16", piece_at(side) + 8 * PANEL_ROW);                                                   \
-    } while (0)
-
 #define PIECE_ROWS(type, element_bytes)                                                                                \
     _Pragma("GCC unroll 2") for (int part = 0; part < 2; part++)                                                       \
     {                                                                                                                  \
@@ -58,22 +38,17 @@ static inline __m512 widen_f16(__m256i x) { return _mm512_cvtph_ps(x); }
 #define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #include "cpu/quads_avx512.h"
 
-/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. In the form of quads
- * kc is in bytes. */
+/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. In the form of quads,
+ * plus the type that is widened on the side, kc is in bytes. */
 enum { PLAIN, WIDENING, QUADS };
 
 static inline __attribute__((always_inline)) void piece(const int form, fmoe_side *side)
 {
-    if (form == WIDENING && side->kind == FMOE_SIDE_COLS) { /* f32 along k is in quads */
-        if (side->dtype == FMOE_BF16) PIECE_COLS(bf16);
-        else PIECE_COLS(f16);
-    } else {
-        const char *p = side->pack.at;
-        const int64_t step = side->pack.step;
-        if (form == PLAIN) PIECE_ROWS(f32, 4)
-        else if (side->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
-        else PIECE_ROWS(f16, 2)
-    }
+    const char *p = side->pack.at;
+    const int64_t step = side->pack.step;
+    if (form == PLAIN) PIECE_ROWS(f32, 4)
+    else if (side->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
+    else PIECE_ROWS(f16, 2)
     fmoe_walk_on(&side->pack);
 }
 
@@ -81,8 +56,8 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
                                                        fmoe_side *side, int64_t tiles)
 {
-    if (form == QUADS) {
-        quads_tile(mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+    if (form >= QUADS) {
+        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
         return;
     }
     __m512 acc[FMOE_MR][4];
@@ -167,12 +142,21 @@ void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_
     }
 }
 
+static inline __attribute__((always_inline)) void multiply_quads(const int widen, int64_t rows, int64_t kc,
+                                                                 const void *const *a, const float *panel, float *c,
+                                                                 int64_t ldc, int first, fmoe_side *side)
+{
+    run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
+    while (side->pack.left > 0) piece_quads(widen, side);
+}
+
 void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
                                 float *c, int64_t ldc, int first, fmoe_side *side)
 {
     (void)a_step;
-    run_tiles(QUADS, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece_quads(side);
+    if (side->pack.left == 0 || side->dtype == FMOE_F32) multiply_quads(0, rows, kc, a, panel, c, ldc, first, side);
+    else if (side->dtype == FMOE_BF16) multiply_quads(FMOE_BF16, rows, kc, a, panel, c, ldc, first, side);
+    else multiply_quads(FMOE_F16, rows, kc, a, panel, c, ldc, first, side);
 }
 
 /* ---- packing ---- */
@@ -188,6 +172,23 @@ void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void
 {
     quads_pack(panel, kc * 4, col, cols, n);
 }
+
+/* Four k of a column at a time. */
+#define DEFINE_PACK_WIDE(type)                                                                                         \
+    void fmoe_pack_wide_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)      \
+    {                                                                                                                  \
+        const int64_t steps = fmoe_ceil_div(kc, 4);                                                                    \
+        for (int64_t j = 0; j < n; j++) {                                                                              \
+            char *to = (char *)panel + (col + j) / 16 * steps * QUADS_STEP + (col + j) % 16 * QUAD;                    \
+            for (int64_t k = 0; k < steps; k++, to += QUADS_STEP) {                                                    \
+                const __m512 x = load16_##type((const char *)cols[j] + 8 * k, first_n(fmoe_min(4, kc - 4 * k)));       \
+                _mm_storeu_ps((float *)(void *)to, _mm512_castps512_ps128(x));                                         \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+
+DEFINE_PACK_WIDE(bf16)
+DEFINE_PACK_WIDE(f16)
 
 #define DEFINE_PACK(type, element_bytes)                                                                               \
     void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \

@@ -38,7 +38,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
                                                        int first, fmoe_side *side, int64_t tiles)
 {
     if (form == QUADS) {
-        quads_tile(mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+        quads_tile(0, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
         return;
     }
     __m512 acc[FMOE_MR][4];
@@ -134,7 +134,7 @@ void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *cons
 {
     (void)a_step;
     run_tiles(QUADS, rows, kc * 2, a, 4, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece_quads(side);
+    while (side->pack.left > 0) piece_quads(0, side);
 }
 
 void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const char *const half[2],

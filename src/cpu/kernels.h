@@ -9,8 +9,8 @@
  *     f32    element (k,n) at panel[(n/nr)*kc*nr + k*nr + n%nr]; nr is the level's register width (16 or 64)
  *     pairs  bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is
  *            padded
- *     quads  f32 or pairs, four units of a column side by side: blocks of 16 bytes (k/4 or k/8, n), 16 columns at a
- *            time: block s of column n at panel[(n/16*steps + s)*256 + n%16*16]; what kc leaves of a block is zero
+ *     quads  f32 or pairs, four units of a column side by side: blocks of 16 bytes (k/4 or k/8, n), nq = nr/4 columns
+ *            at a time: block s of column n at panel[((n/nq*steps + s)*nq + n%nq)*16]; what kc leaves of one is zero
  *
  * A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16,
  * the panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes;
@@ -41,7 +41,8 @@ typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_
                           int64_t ldc, int first, fmoe_side *side);
 
 /* The same with a panel that is not packed yet: its columns lie at w, neighbours in memory, w_step bytes from one k to
- * the next, in the type that is multiplied. `panel` is room for it; a's rows are f32 or bf16 (a_step 4). */
+ * the next, in the type that is multiplied (wide: bf16 or f16, and f32 is). `panel` is room for it; a's rows are f32 or
+ * bf16 (a_step 4). */
 typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                 void *panel, float *c, int64_t ldc, int first, fmoe_side *side);
 

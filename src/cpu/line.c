@@ -36,7 +36,7 @@ static fmoe_gemm_along_fn *along(const fmoe_cpu_plan *cpu, const fmoe_groups *g,
     const char *half[2];
     const int64_t largest = g->order[0], most = fmoe_max(s->rows, g->off[largest + 1] - g->off[largest]);
     if (most > FMOE_ALONG_ROWS || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
-    if (fmoe_is_packed(s) || !fmoe_in_quads(cpu, s) || !halves(s, half)) return NULL;
+    if (fmoe_is_packed(s) || s->dtype != cpu->work_type || !fmoe_in_quads(cpu, s) || !halves(s, half)) return NULL;
     return cpu->pairs ? cpu->k.gemm_along_bf16 : cpu->k.gemm_along_f32;
 }
 
@@ -81,7 +81,9 @@ static void side_fetch_packed(const fmoe_cpu_plan *cpu, const fmoe_step *s, int6
 static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_along_k(s) && s->n % FMOE_NB == 0;
-    if (!regular || s->dtype != cpu->work_type || s->a->dtype != cpu->work_type) return NULL;
+    if (!regular || s->a->dtype != cpu->work_type) return NULL;
+    if (s->dtype != cpu->work_type)
+        return cpu->pairs ? NULL : s->dtype == FMOE_F16 ? cpu->k.gemm_lying_wide_f16 : cpu->k.gemm_lying_wide_bf16;
     return cpu->pairs ? cpu->k.gemm_lying_bf16 : cpu->k.gemm_lying_f32;
 }
 
@@ -207,7 +209,8 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
     const void *a[FMOE_TASK_ROWS];
     for (int64_t i = 0; i < s->rows; i++)
-        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) + (s->a_column + s->k0) * element;
+        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) +
+               (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     for (int64_t j = 0; j < panels; j++) {
         fmoe_side side = {0};
         if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);

@@ -12,7 +12,7 @@
 
 #include "cpu/cpu.h"
 
-enum { LAYOUT_VERSION = 1, ALIGN = 64 }; /* of the panels, and of what the caller gives */
+enum { LAYOUT_VERSION = 2, ALIGN = 64 }; /* of the panels, and of what the caller gives */
 
 static const char magic[8] = {'f', 'm', 'o', 'e', 'p', 'a', 'c', 'k'};
 

@@ -18,14 +18,41 @@ enum { QUAD = 16, QUADS_STEP = FMOE_NB / 4 * QUAD }; /* bytes: of a block; of on
     "vinsertf32x4 $1, " offset "(%[p],%[s]), %t[x], %t[x]\n\tvinsertf32x4 $1, " offset "(%[p],%[t]), %t[y], %t[y]\n\t" \
     "vmovups %t[x], 16*" offset "(%[to])\n\tvmovups %t[y], 16*" offset "+32(%[to])\n\t"
 
-static inline __attribute__((always_inline)) void piece_quads(fmoe_side *side)
+/* The same from 16-bit elements, as f32: two columns x 8 k, to two steps. A bf16 is the upper half of its f32. */
+static inline __attribute__((always_inline)) void quads_widen(const int dtype, const char *p, int64_t step, char *to)
+{
+    const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p),
+                  y = _mm_loadu_si128((const __m128i *)(const void *)(p + step));
+    __m256 lower, upper;
+    if (dtype == FMOE_BF16) {
+        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(x), y, 1), zero = _mm256_setzero_si256();
+        lower = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, both));
+        upper = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, both));
+    } else {
+        lower = _mm256_cvtph_ps(_mm_unpacklo_epi64(x, y));
+        upper = _mm256_cvtph_ps(_mm_unpackhi_epi64(x, y));
+    }
+    _mm256_storeu_ps((float *)(void *)to, lower);
+    _mm256_storeu_ps((float *)(void *)(to + QUADS_STEP), upper);
+}
+
+/* `widen`: the type of 16-bit elements that become f32; 0: they are moved as they are. */
+static inline __attribute__((always_inline)) void piece_quads(const int widen, fmoe_side *side)
 {
     fmoe_walk *w = &side->pack;
-    __m128 x, y;
-    __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")
-                     : [x] "=&v"(x), [y] "=&v"(y)
-                     : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(side->to)
-                     : "memory");
+    if (widen) {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            quads_widen(widen, w->at + 16 * i, w->step, side->to + 2 * i * QUADS_STEP);
+            quads_widen(widen, w->at + 16 * i + 2 * w->step, w->step, side->to + 2 * i * QUADS_STEP + 2 * QUAD);
+        }
+    } else {
+        __m128 x, y;
+        __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")
+                         : [x] "=&v"(x), [y] "=&v"(y)
+                         : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(side->to)
+                         : "memory");
+    }
     side->to += 4 * QUADS_STEP;
     if (w->in_run == 1) /* the last of a run: on to the four columns beside it, or to the next sixteen */
         side->to += w->run % 4 < 3 ? 4 * QUAD - w->length * 4 * QUADS_STEP : -3 * 4 * QUAD;
@@ -76,9 +103,9 @@ static inline __attribute__((always_inline)) void quads_fetch(fmoe_walk *w)
 /* `bytes` of each row of A. What is seldom wanted is volatile: for want of registers a compiler keeps it in those of
  * vectors, and moves it from there in every step. (This, and few instructions on the side, are 6 % at 8 and at 16 rows
  * of bf16, 12 and 5 % of f32.) */
-static inline __attribute__((always_inline)) void quads_tile(const int mr, int64_t bytes, const void *const *a,
-                                                             const char *b, float *c, int64_t ldc, int first,
-                                                             fmoe_side *side, int64_t tiles)
+static inline __attribute__((always_inline)) void quads_tile(const int widen, const int mr, int64_t bytes,
+                                                             const void *const *a, const char *b, float *c, int64_t ldc,
+                                                             int first, fmoe_side *side, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(side->pack.left, tiles);
@@ -114,7 +141,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int mr, int64
             }
             if (--until == 0) {
                 until = apart;
-                if (side->pack.left > 0) piece_quads(side);
+                if (side->pack.left > 0) piece_quads(widen, side);
             }
         }
         if (rest) {

@@ -495,7 +495,7 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
             if (!PyErr_Occurred()) fail(s);
             goto error;
         }
-        if (run.workspace_bytes / 16 < pool_from) run.workspace = owned = malloc(run.workspace_bytes);
+        if (run.workspace_bytes < pool_from) run.workspace = owned = malloc(run.workspace_bytes);
         else if ((pooled = pool_take(run.workspace_bytes + ASIDE, false))) run.workspace = (char *)pooled->data + ASIDE;
         if (run.workspace_bytes && !run.workspace) {
             PyErr_NoMemory();
@@ -687,13 +687,19 @@ static PyObject *core_ceiling(PyObject *self, PyObject *args) {
     return Py_BuildValue("dd", gflops, gbytes);
 }
 
-/* None where the pool is not for it: small, on a device, or of a torch without the exchange table. */
-static PyObject *core_empty_like(PyObject *self, PyObject *tensor) {
+/* None where the pool is not for it: small, on a device, or of a torch without the exchange table. With a number: that many bytes. */
+static PyObject *core_empty_like(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     (void)self;
+    if (n != 1 && n != 2) return PyErr_Format(PyExc_TypeError, "empty_like(tensor, bytes=None)");
+    int64_t bytes = n == 2 ? PyLong_AsLongLong(args[1]) : 0;
+    if (bytes < 0 && !PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "empty_like: %lld bytes", (long long)bytes);
+    if (PyErr_Occurred()) return NULL;
     call c;
     start(&c, 1);
-    const fmoe_tensor *t = take(&c, tensor);
+    const fmoe_tensor *t = take(&c, args[0]);
+    const fmoe_tensor plain = {.ndim = 1, .dtype = {1, 8, 1}, .device = {FMOE_CPU, 0}, .shape = &bytes};
     void *out = NULL;
+    if (t && t->device.type == FMOE_CPU && n == 2) t = &plain;
     if (t && t->device.type == FMOE_CPU && c.api && c.api->managed_to_py && tensor_bytes(t) >= pool_from) {
         pool_block *b = pool_tensor(t);
         if (b && c.api->managed_to_py(&b->managed, &out) != 0) pool_give(b);
@@ -753,7 +759,7 @@ static PyMethodDef methods[] = {
     {"info", core_info, METH_NOARGS, "What this machine and this library have"},
     {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},
     {"set_max_isa", core_set_max_isa, METH_O, "Cap the CPU kernel level of new plans; None: no cap"},
-    {"empty_like", core_empty_like, METH_O, "empty_like(tensor): in memory that is used again; None: too small for that, or not on a CPU"},
+    {"empty_like", (PyCFunction)(void (*)(void))core_empty_like, METH_FASTCALL, "empty_like(tensor, bytes=None): in memory that is used again; None: too small for that, or not on a CPU"},
     {"empty_cache", core_empty_cache, METH_NOARGS, "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
     {"pool", core_pool, METH_NOARGS, "Bytes in use, free, and the largest amount that was in use at once"},
     {"pool_from", core_pool_from, METH_O, "Tensors of that many bytes come from the pool; returns what was"},

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pool.h - large blocks of CPU memory that are used again, for gradients and workspaces. See _pool.c. */
+ * _pool.h - large blocks of CPU memory that are used again, for results, saved states, gradients and workspaces. See _pool.c. */
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -26,6 +26,7 @@ typedef struct pool_block {
     int64_t dims[2 * POOL_RANK];
     void *data;
     size_t bytes;
+    bool for_long;
     int64_t free_since;               /* milliseconds */
     struct pool_block *older, *newer; /* among the free ones */
 } pool_block;
@@ -34,11 +35,11 @@ typedef struct {
     size_t live, free, peak;
 } pool_counts;
 
-extern size_t pool_from; /* requests of fewer bytes are not for the pool; 1 MiB, or none at all with FMOE_POOL=0 */
+extern size_t pool_from; /* requests of fewer bytes are not for the pool; 64 KiB, or none at all with FMOE_POOL=0 */
 
 int pool_init(void);                  /* once, before anything else; 0, or an errno */
-/* NULL: no memory. for_long: a block of this size; else, for what is given back before the next gradient is asked for, any that is
- * large enough, so that a workspace lies where a gradient will be. */
+/* NULL: no memory. for_long: a block of about this size, in huge pages; else, for what is given back before the next gradient is asked for, any
+ * that is large enough, so that a workspace lies where a gradient will be. */
 pool_block *pool_take(size_t bytes, bool for_long);
 void pool_give(pool_block *block);    /* from any thread, with or without the interpreter */
 pool_block *pool_tensor(const fmoe_tensor *like); /* memory for a tensor like this one; NULL: no memory, or it has holes */

@@ -83,14 +83,16 @@ def _stream(device: torch.device) -> int | None:
     return torch.cuda.current_stream(device).cuda_stream
 
 
+def _new(like: Tensor, *size: int) -> Tensor:
+    """Memory for a tensor like this one, or for so many bytes: what is large and on the CPU has that of the step before (_pool.c)."""
+    again = _core.empty_like(like, *size) if type(like) in (Tensor, torch.nn.Parameter) and like.is_cpu else None
+    if again is not None:
+        return again
+    return like.new_empty(size, dtype=torch.uint8) if size else torch.empty_like(like)
+
+
 def _like(t: Tensor) -> Tensor:
-    return torch.empty_like(t) if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
-
-
-def _gradient(w: Tensor) -> Tensor:
-    """Memory for the gradient of a weight: a large one on the CPU has that of the step before (_pool.c)."""
-    again = _core.empty_like(w) if type(w) in (Tensor, torch.nn.Parameter) and w.is_cpu else None
-    return torch.empty_like(w) if again is None else again
+    return _new(t) if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def spread(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
@@ -206,7 +208,7 @@ def grouped_matmul(x, w, bias, sizes, cumulative):
 @_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
 def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
     wanted = needs & 1, needs & 2, needs & 4
-    makers = lambda: _like(x), lambda: _gradient(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
+    makers = lambda: _like(x), lambda: _new(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
     grads = [make() for make, yes in zip(makers, wanted, strict=True) if yes]
     yield grads
     yield _gmm_plan(x, w), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
@@ -225,7 +227,7 @@ def grouped_matmul_list(x, w, bias):
 
 @_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
 def grouped_matmul_list_backward(x, w, dy, needs):
-    dx, dw = [_like(t) for t in x if needs & 1], [_gradient(t) for t in w if needs & 2]
+    dx, dw = [_like(t) for t in x if needs & 1], [_new(t) for t in w if needs & 2]
     yield dx + dw
     yield *_list_plan(x), x, w, None, dy, dx, dw, None, 0, 1
 
@@ -300,7 +302,7 @@ def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
     """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
     T, line, layer = x.shape[0], saved, (act, flags, alpha, limit)
     plan = None if line else _experts_plan(x, ids, w, *layer)
-    out, saved = _like(x), x.new_empty(line[0] + line[1] * T if line else _core.saved_bytes(plan, T), dtype=torch.uint8)
+    out, saved = _like(x), _new(x, line[0] + line[1] * T if line else _core.saved_bytes(plan, T))
     yield out, saved
     if line:
         plan = _experts_plan(x, ids, w, *layer)
@@ -319,7 +321,7 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
         E, lists = layer_sizes(w, act, flags)[2], [t for t in own if t.dim() == 2]
         grads += [g for t in lists[::E] for g in t.new_empty((E, *t.shape)).unbind()]
         own = own[len(lists) :]
-    grads += [_gradient(t) for t in own]
+    grads += [_new(t) for t in own]
     yield grads
     plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags, alpha, limit), spread(grads, wanted)
     yield plan, _form(act, flags), x.shape[0], x, ids, p, w, saved, dout, dx, dp, dw
@@ -341,7 +343,7 @@ def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k,
     """out, logits, ids, weights, saved."""
     plan = _block_plan(x, w, shared, k, *layer)
     T, dtype, (c0, c1) = x.shape[0], _weight_dtype(x), _saved_line(plan)
-    out, logits, saved = _like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), x.new_empty(c0 + c1 * T, dtype=torch.uint8)
+    out, logits, saved = _like(x), x.new_empty((T, w_router.shape[0]), dtype=dtype), _new(x, c0 + c1 * T)
     ids, weights = x.new_empty((T, k), dtype=torch.int64), x.new_empty((T, k), dtype=dtype)
     yield out, logits, ids, weights, saved
     saved.zero_()
@@ -354,7 +356,7 @@ def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k,
 def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
                    k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
-    grads = [_gradient(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
+    grads = [_new(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
     yield grads
     dx, dw_router, *rest = grads
     db_router, dw, dshared, dgate = ([rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate))

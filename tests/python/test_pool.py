@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient memory that is used again from step to step: who gets it, how much is kept, threads, fork, the end of a process."""
+"""Memory of results, saved states, gradients and workspaces that is used again from step to step: who gets it, how much is kept, threads, fork, the end of a process."""
 
 import copy
 import gc
@@ -45,7 +45,7 @@ def layer(dtype=torch.float32):
 
 
 def grads(x, ids, p, w1, w2, **kw):
-    w1.grad = w2.grad = None
+    x.grad = w1.grad = w2.grad = None
     fusedmoe.experts(x, ids, p, [w1, w2], **kw).square().sum().backward()
     return w1.grad, w2.grad
 
@@ -53,16 +53,35 @@ def grads(x, ids, p, w1, w2, **kw):
 def test_the_next_step_has_the_memory_of_the_last():
     tensors = layer()
     first = [(g.data_ptr(), g.clone()) for g in grads(*tensors)]
-    assert _core.pool() == (3 * MB, 0, 3 * MB)  # AccumulateGrad took the tensors themselves: no copy, no other block
+    live, workspace, peak = was = _core.pool()
+    assert live == 3 * MB and workspace < 2 * MB and live + workspace == peak  # AccumulateGrad took the tensors themselves: no copy
     for _ in range(3):
         again = grads(*tensors)
         assert sorted(g.data_ptr() for g in again) == sorted(at for at, _ in first)
-        assert all(torch.equal(g, was) for g, (_, was) in zip(again, first, strict=True))
+        assert all(torch.equal(g, want) for g, (_, want) in zip(again, first, strict=True))
         del again
-        assert _core.pool() == (3 * MB, 0, 3 * MB)
+        assert _core.pool() == was
     tensors[3].grad = tensors[4].grad = None
-    assert _core.pool() == (0, 3 * MB, 3 * MB)
-    assert fusedmoe.empty_cache() == 3 * MB and _core.pool() == (0, 0, 0) and fusedmoe.empty_cache() == 0
+    assert _core.pool() == (0, peak, peak)
+    assert fusedmoe.empty_cache() == peak and _core.pool() == (0, 0, 0) and fusedmoe.empty_cache() == 0
+
+
+def test_results_and_what_is_saved_have_the_memory_of_the_last():
+    """Of a heap whose end free() gives back to the system, they would be mapped anew in some processes and not in others."""
+    _core.pool_from(1 << 16)
+    x, ids, p, w1, w2 = layer()
+    x, ids, p = (t.detach().repeat(100, 1).requires_grad_(t is x) for t in (x, ids, p))  # out 600 KB, h 1200 KB
+    places = []
+    for _ in range(3):
+        out = fusedmoe.experts(x, ids, p, [w1, w2])
+        assert out.nbytes + 4 * 1200 * 2 * I <= _core.pool()[0] <= 1.2 * (out.nbytes + 4 * 1200 * 2 * I)
+        out.sum().backward()
+        places.append((out.data_ptr(), x.grad.data_ptr(), w1.grad.data_ptr(), sum(_core.pool()[:2])))
+        x.grad = w1.grad = w2.grad = out = None
+        assert _core.pool()[0] == 0
+    assert places[0] == places[1] == places[2]
+    with torch.no_grad():
+        assert fusedmoe.experts(x, ids, p, [w1, w2]).data_ptr() and sum(_core.pool()[:2]) == places[0][3]
 
 
 def test_a_block_stays_mapped():
@@ -105,22 +124,28 @@ def test_what_is_not_for_it():
         assert got.shape == like.shape and got.stride() == like.stride() and got.dtype == like.dtype
     with pytest.raises(TypeError, match="expected a tensor"):
         _core.empty_like("no tensor")
+    got = _core.empty_like(torch.empty(1), MB + 1)
+    assert got.dtype == torch.uint8 and got.shape == (MB + 1,) and _core.empty_like(torch.empty(1), MB - 1) is None
+    for wrong in ((), (torch.empty(1), 1, 1), (torch.empty(1), "1"), (torch.empty(1), -MB)):
+        with pytest.raises((TypeError, ValueError)):
+            _core.empty_like(*wrong)
     off = "from fusedmoe import _core; import torch; assert _core.empty_like(torch.empty(1 << 20)) is None"
     subprocess.run([sys.executable, "-c", off], env=dict(os.environ, FMOE_POOL="0"), check=True)
 
 
-def test_never_more_than_was_in_use_at_once():
+def test_hardly_more_than_was_in_use_at_once():
+    """An eighth: not all blocks of a step are in use at its peak, and those that are not shall stay."""
     a = [_core.empty_like(torch.empty(2 * MB)) for _ in range(4)]  # 32 MB
     del a
     assert _core.pool() == (0, 32 * MB, 32 * MB)
-    b = _core.empty_like(torch.empty(3 * MB))  # no block of 12 MB: the two oldest go
-    assert _core.pool() == (12 * MB, 16 * MB, 32 * MB)
+    b = _core.empty_like(torch.empty(3 * MB))  # no block of 12 MB: the oldest goes
+    assert _core.pool() == (12 * MB, 24 * MB, 32 * MB)
     c = _core.empty_like(torch.empty(6 * MB))  # 24 MB: now 36 MB are in use
     assert _core.pool() == (36 * MB, 0, 36 * MB)
     del b, c
     held = [_core.empty_like(torch.empty(n * MB // 4)) for n in (20, 9, 5, 24)]
     live, free, peak = _core.pool()
-    assert live == 58 * MB and live + free <= peak == 58 * MB
+    assert 58 * MB <= live <= 1.5 * 58 * MB and live + free <= 9 * peak / 8 and peak == live  # a block may be half as large again
     del held
     g = torch.Generator().manual_seed(0)
     held = []
@@ -129,12 +154,18 @@ def test_never_more_than_was_in_use_at_once():
         if len(held) > 5:
             del held[int(torch.randint(0, 6, (), generator=g))]
         live, free, peak = _core.pool()
-        assert live + free <= peak <= 58 * MB
+        assert live + free <= 9 * peak / 8 and peak <= 1.5 * 58 * MB
 
 
-def test_a_slightly_larger_batch_finds_the_block():
-    at = _core.empty_like(torch.empty(1000, 1000)).data_ptr()
-    assert _core.empty_like(torch.empty(1010, 1000)).data_ptr() == at
+def test_a_batch_of_another_size_finds_the_block():
+    at = lambda rows: _core.empty_like(torch.empty(rows, 1000)).data_ptr()  # noqa: E731
+    first = at(1000)
+    assert [at(1010), at(700)] == [first, first]
+    assert at(600) and _core.pool()[1] < 3 * MB  # of two fifths less it would be a waste: another block
+    near = [_core.empty_like(torch.empty(rows, 1000)) for rows in (1400, 1200, 1300)]
+    want = near[1].data_ptr()
+    del near
+    assert at(1150) == want  # the smallest that is large enough
 
 
 def test_memory_that_stays_free_is_the_systems():
@@ -162,12 +193,13 @@ def test_a_workspace_lies_where_a_gradient_will_be():
     plan = ops._plan(ops.EXPERTS, torch.float32, torch.device("cpu"), torch.get_num_threads(), H, I, E, k=k, flags=ops.REUSE_SAVED)
     workspace = _core.workspace_bytes(plan, 1, T)
     assert workspace >= 16 * MB
+    least = workspace + _core.saved_bytes(plan, T)  # dx lies where the result was
     live, free, peak = _core.pool()
-    assert live == 6 * MB and live + free <= peak and workspace <= free <= 1.3 * workspace + MB
+    assert live == 10 * MB and live + free <= 9 * peak / 8 and least <= free <= 1.3 * least
     for _ in range(3):
         assert all(torch.equal(g, w) for g, w in zip(grads(*tensors), want, strict=True))
         assert sum(_core.pool()[:2]) == live + free
-    tensors[3].grad = tensors[4].grad = None
+    tensors[0].grad = tensors[3].grad = tensors[4].grad = None
     with torch.no_grad():
         fusedmoe.experts(*tensors[:3], list(tensors[3:]))
     assert _core.pool()[:2] == (0, live + free)
@@ -218,7 +250,7 @@ def test_compiled(backend):
         tensors[3].grad = tensors[4].grad = None
         f(*tensors).backward()
         assert all(torch.equal(t.grad, g) for t, g in zip(tensors[3:], want, strict=True))
-    assert sum(_core.pool()[:2]) == 3 * MB
+    assert 3 * MB <= sum(_core.pool()[:2]) < 5 * MB  # gradients and a workspace
 
 
 @pytest.mark.parametrize("what, flags", [("threads", ["-fsanitize=thread"]), ("forks", [])])

@@ -289,6 +289,12 @@ static fmoe_tensor *take_as(call *c, PyObject *o, int kind) {
     if (!t || kind == TENSOR || !t->ndim) return t;
     const int last = t->ndim - 1;
     const char *fix = NULL;
+    if (kind == IDS && t->dtype.code > 1) { /* DLPack: 0 is int, 1 uint */
+        PyObject *dtype = PyObject_GetAttrString(o, "dtype");
+        if (dtype) PyErr_Format(PyExc_TypeError, "fusedmoe: numbers of experts and rows are integers, got %S", dtype);
+        Py_XDECREF(dtype);
+        return NULL;
+    }
     if (kind == IDS && !(t->dtype.code == 0 && t->dtype.bits >= 32)) fix = "long";
     else if (kind == IDS ? !is_compact(t) : t->strides && t->strides[last] != 1 && t->shape[last] != 1) fix = "contiguous";
     if (!fix) return t;

@@ -86,9 +86,7 @@ def _stream(device: torch.device) -> int | None:
 def _new(like: Tensor, *size: int) -> Tensor:
     """Memory for a tensor like this one, or for so many bytes: what is large and on the CPU has that of the step before (_pool.c)."""
     again = _core.empty_like(like, *size) if type(like) in (Tensor, torch.nn.Parameter) and like.is_cpu else None
-    if again is not None:
-        return again
-    return like.new_empty(size, dtype=torch.uint8) if size else torch.empty_like(like)
+    return again if again is not None else like.new_empty(size, dtype=torch.uint8) if size else torch.empty_like(like)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -273,6 +271,8 @@ def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
 
 
 def _experts_plan(x, ids, w, *layer) -> int:
+    if ids.dim() != 2:
+        raise ValueError(f"fusedmoe: ids are [T,k], the experts of each token; got the shape {list(ids.shape)}")
     sizes = layer_sizes(w, *layer[:2])
     return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, *layer)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators: schema, fakes and tracing (opcheck), gradients in double (gradcheck), errors, both ways tensors cross."""
 
+import re
 import pytest
 import torch
 from hypothesis import given, settings
@@ -267,6 +268,13 @@ def test_errors_are_exceptions_with_both_numbers():
         fusedmoe.experts(x[:, :4].contiguous(), ids, p, [w1, w2])
     with pytest.raises(TypeError, match="int8"):
         fusedmoe.experts(x, ids, p, [w1.to(torch.int8), w2.to(torch.int8)])
+    for wrong in (torch.float32, torch.bool):
+        with pytest.raises(TypeError, match=f"integers, got {wrong}"):
+            fusedmoe.experts(x, ids.to(wrong), p, [w1, w2])
+    for wrong in (ids[:, 0], ids[:, :, None], ids[0, 0]):
+        with pytest.raises(ValueError, match=re.escape(f"[T,k], the experts of each token; got the shape {list(wrong.shape)}")):
+            fusedmoe.experts(x, wrong, p, [w1, w2])
+    assert torch.equal(fusedmoe.experts(x, ids.to(torch.uint8), p, [w1, w2]), fusedmoe.experts(x, ids, p, [w1, w2]))
     with pytest.raises(RuntimeError, match="FMOE_ERR_HANDLE"):
         _core.describe(1 << 40)
     with pytest.raises(RuntimeError, match="FMOE_ERR_HANDLE"):

@@ -509,31 +509,36 @@ void check_peak(const check_kernel *k, int64_t index)
 void check_gemm_along(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(multiply, fmoe_gemm_along_fn, k, &check_table);
+    enum { MOST = 20 }; /* rows: of one tile, two and three */
     const bool pairs = strstr(k->field, "bf16");
     fmoe_gemm_fn *const by_panel = pairs ? check_table.gemm_quads_bf16 : check_table.gemm_quads_f32;
     fmoe_pack_fn *const pack = pairs ? check_table.pack_quads_bf16 : check_table.pack_quads_f32;
     const int dtype = pairs ? FMOE_BF16 : FMOE_F32;
-    const int64_t element = pairs ? 2 : 4, rows = 1 + index % FMOE_ALONG_ROWS, first = check_below(2);
-    const int64_t kc = index < 12 ? CHECK_PICK(1, 2, 7, 8, 9, 32) : 1 + check_below(pairs ? FMOE_KC_PAIRS : FMOE_KC);
-    const int64_t stride = kc + check_below(9);
-    const void *a[FMOE_ALONG_ROWS], *cols[FMOE_NB];
-    const char *half[2];
-    check_note("rows=%" PRId64 " kc=%" PRId64 " first=%" PRId64, rows, kc, first);
+    const int64_t element = pairs ? 2 : 4, rows = 1 + index % MOST, first = check_below(2);
+    const int64_t kc = index < 24 ? CHECK_PICK(1, 2, 7, 8, 9, 32, 65) : 1 + check_below(FMOE_KC_PAIRS);
+    const int64_t chunk = 32 * (1 + check_below(fmoe_min(FMOE_KC / 32, kc))), width = FMOE_NB / 2;
+    const int64_t stride = kc + check_below(9), step = stride * element;
+    const void *a[MOST], *of_chunk[MOST], *cols[FMOE_NB / 2];
+    check_note("rows=%" PRId64 " kc=%" PRId64 " chunk=%" PRId64 " first=%" PRId64, rows, kc, chunk, first);
     for (int64_t i = 0; i < rows; i++) a[i] = fmoe_data(check_fill(check_tensor(dtype, CHECK_SHAPE(kc), NULL), 1));
-    for (int i = 0; i < 2; i++) {
-        half[i] = fmoe_data(check_fill(check_rows(dtype, FMOE_NB / 2, kc, stride - kc), 1));
-        for (int64_t j = 0; j < FMOE_NB / 2; j++) cols[i * FMOE_NB / 2 + j] = half[i] + j * stride * element;
-    }
-    char *panel = check_alloc((size_t)fmoe_ceil_div(kc * element, 16) * 16 * FMOE_NB);
+    const char *const w = fmoe_data(check_fill(check_rows(dtype, width, kc, stride - kc), 1));
+    char *panel = check_alloc((size_t)fmoe_ceil_div(chunk * element, 16) * 16 * FMOE_NB);
     fmoe_tensor *got = check_tensor(FMOE_F32, CHECK_SHAPE(rows, FMOE_NB), NULL),
                 *want = check_tensor(FMOE_F32, CHECK_SHAPE(rows, FMOE_NB), NULL);
     check_fill(got, 1);
     memcpy(fmoe_data(want), fmoe_data(got), (size_t)(rows * FMOE_NB) * sizeof(float));
-    fmoe_side none = {0}, fetch = {.fetch = {.at = half[0], .half = {half[0], half[1]}, .left = 64, .step = 64}};
-    fetch.fetch.advance = 512, fetch.fetch.run_step = stride * element, fetch.fetch.per_half = 32;
-    fetch.fetch.length = fetch.fetch.in_run = 1;
-    pack(panel, kc, 0, cols, FMOE_NB);
-    by_panel(rows, kc, a, 4, panel, fmoe_data(want), FMOE_NB, (int)first, &none);
-    multiply(rows, kc, a, half, stride * element, fmoe_data(got), FMOE_NB, (int)first, &fetch);
+    for (int64_t k0 = 0; k0 < kc; k0 += chunk) {
+        const int64_t n = fmoe_min(chunk, kc - k0);
+        fmoe_side none = {0};
+        for (int64_t j = 0; j < width; j++) cols[j] = w + j * step + k0 * element;
+        for (int64_t i = 0; i < rows; i++) of_chunk[i] = (const char *)a[i] + k0 * element;
+        for (int64_t half = 0; half < 2; half++) pack(panel, n, half * width, cols, width);
+        by_panel(rows, n, of_chunk, 4, panel, fmoe_data(want), FMOE_NB, first && k0 == 0, &none);
+    }
+    for (int64_t half = 0; half < 2; half++) {
+        fmoe_walk fetch = {.at = w, .half = {w, w}, .left = 9, .length = 1, .in_run = 1, .advance = 512, .per_half = 9};
+        float *const c = (float *)fmoe_data(got) + half * width;
+        multiply(rows, kc, chunk, a, w, step, c, FMOE_NB, (int)first, &fetch);
+    }
     check_equal("where they lie", want, got);
 }

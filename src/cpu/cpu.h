@@ -68,6 +68,7 @@ enum { FMOE_ENDS = 7 }; /* weight gradients at a time: of W1 in two halves, W2, 
 
 typedef struct fmoe_groups {
     int64_t E, R;   /* R: rows in groups */
+    int64_t active; /* groups that have any */
     int64_t *off;   /* [E+1] first row of each group */
     int64_t *order; /* [E] groups from large to small: the order tasks are handed out in */
     int64_t *ends;  /* [FMOE_ENDS][E] scratch: running numbers of tasks of a product, in that order */

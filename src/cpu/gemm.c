@@ -55,7 +55,7 @@ static bool in_next(void *state, fmoe_step *s)
         s->n = fmoe_min(width, s->v[0].N - s->n0);
     }
     const int64_t K = s->v[0].K;
-    s->kc = fmoe_min(fmoe_chunk_of(job->cpu, &s->v[0], s->a != &job->a), K - s->k0);
+    fmoe_take_k(job->cpu, g, s, s->a != &job->a);
     s->first = s->k0 == 0 && s->a == &job->a;
     s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
     w->at = *s;
@@ -201,7 +201,7 @@ static bool out_next(void *state, fmoe_step *s)
         at->n = fmoe_min(FMOE_NB * w->run->panels, w->n1 - at->n0);
     }
     const int64_t K = at->v[0].K;
-    at->kc = at->rows ? fmoe_min(fmoe_chunk_of(job->cpu, &at->v[0], at->a != &job->a), K - at->k0) : 0;
+    fmoe_take_k(job->cpu, g, at, at->a != &job->a);
     at->first = at->k0 == 0 && w->half == 0 && at->a == &job->a;
     at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_low || at->a == &job->low.l);
     at->closes = !at->rows || (at->last && at->row + at->rows == w->end && at->n0 + at->n == w->n1 && w->e == g->E);

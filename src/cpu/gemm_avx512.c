@@ -161,11 +161,10 @@ void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, 
 
 /* ---- packing ---- */
 
-void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const char *const half[2], int64_t step,
-                                float *c, int64_t ldc, int first, fmoe_side *side)
+void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
 {
-    if (rows == 1) quads_along(1, kc * 4, a, half, step, c, ldc, first, side);
-    else quads_along(2, kc * 4, a, half, step, c, ldc, first, side);
+    quads_along(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, fetch);
 }
 
 void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)

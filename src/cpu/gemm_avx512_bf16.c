@@ -137,11 +137,10 @@ void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *cons
     while (side->pack.left > 0) piece_quads(0, side);
 }
 
-void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const char *const half[2],
-                                      int64_t step, float *c, int64_t ldc, int first, fmoe_side *side)
+void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                      int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
 {
-    if (rows == 1) quads_along(1, kc * 2, a, half, step, c, ldc, first, side);
-    else quads_along(2, kc * 2, a, half, step, c, ldc, first, side);
+    quads_along(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, fetch);
 }
 
 void fmoe_pack_quads_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)

@@ -26,9 +26,10 @@ static fmoe_status group(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const 
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve(p, &c, b);
     if (!a->list) return fmoe_groups_from_sizes(&b->g, a->sizes, a->cumulative, rows->shape[0]);
-    b->g.off[0] = b->g.R = 0;
+    b->g.off[0] = b->g.R = b->g.active = 0;
     for (int64_t e = 0; e < p->d.E; e++) {
         b->g.R += rows[e].shape[0];
+        b->g.active += rows[e].shape[0] > 0;
         b->g.off[e + 1] = b->g.R;
         b->g.order[e] = e;
     }

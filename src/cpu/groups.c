@@ -33,7 +33,11 @@ static void sift(const fmoe_groups *g, int64_t root, int64_t n)
 /* Large groups first, so that the last tasks handed out are short. */
 static void order_groups(fmoe_groups *g)
 {
-    for (int64_t e = 0; e < g->E; e++) g->order[e] = e;
+    g->active = 0;
+    for (int64_t e = 0; e < g->E; e++) {
+        g->order[e] = e;
+        g->active += group_rows(g, e) > 0;
+    }
     for (int64_t i = g->E / 2; i-- > 0;) sift(g, i, g->E);
     for (int64_t i = g->E; i-- > 1;) {
         const int64_t swap = g->order[0];

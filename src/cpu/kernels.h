@@ -27,7 +27,7 @@
 enum {
     FMOE_NB = 64,         /* columns of a block */
     FMOE_MR = 6,          /* rows of a register tile, at most */
-    FMOE_ALONG_ROWS = 2,  /* of gemm_along, at most */
+    FMOE_ALONG_ROWS = 7,  /* of an expert on average: so few are multiplied by weights where they lie (gemm_along) */
     FMOE_KC = 512,        /* k of a chunk: an f32 panel of 128 KiB, half of a small L2 */
     FMOE_KC_PAIRS = 1024, /* the same bytes in bf16 */
     FMOE_PANEL_BYTES = FMOE_KC * FMOE_NB * 4
@@ -46,10 +46,10 @@ typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_
 typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                 void *panel, float *c, int64_t ldc, int first, fmoe_side *side);
 
-/* The same, bit for bit, as gemm by a panel of quads, for few rows and without one: 64 columns where they lie
- * along k, 32 from half[0] on and 32 from half[1], `step` bytes apart. Packing is left to the caller. */
-typedef void fmoe_gemm_along_fn(int64_t rows, int64_t kc, const void *const *a, const char *const half[2], int64_t step,
-                                float *c, int64_t ldc, int first, fmoe_side *side);
+/* The same, bit for bit, as gemm by panels of quads, one for each `chunk` of kc, for few rows and without panels: 32
+ * columns where they lie along k, `step` bytes apart. */
+typedef void fmoe_gemm_along_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours

@@ -29,15 +29,21 @@ static bool halves(const fmoe_step *s, const char *half[2])
     return true;
 }
 
-/* Few rows are multiplied by weights where they lie, without a panel: where no expert has more, for what comes after a
+/* Few rows are multiplied by weights where they lie, without a panel: of all experts alike, for what comes after a
  * chunk of the other kind is not packed beside it. */
 static fmoe_gemm_along_fn *along(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
     const char *half[2];
-    const int64_t largest = g->order[0], most = fmoe_max(s->rows, g->off[largest + 1] - g->off[largest]);
-    if (most > FMOE_ALONG_ROWS || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
+    if (g->R > FMOE_ALONG_ROWS * g->active || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
     if (fmoe_is_packed(s) || s->dtype != cpu->work_type || !fmoe_in_quads(cpu, s) || !halves(s, half)) return NULL;
     return cpu->pairs ? cpu->k.gemm_along_bf16 : cpu->k.gemm_along_f32;
+}
+
+void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low)
+{
+    s->chunk = fmoe_chunk_of(cpu, &s->v[0], low);
+    s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
+    if (along(cpu, g, s)) s->kc = s->v[0].K - s->k0;
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
@@ -90,22 +96,6 @@ static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
     return !fmoe_is_packed(s) && !lying(cpu, s) && !along(cpu, g, s);
-}
-
-/* Let it fetch a chunk of few rows' columns along k: one column after another. */
-static void side_fetch_along(const fmoe_step *s, fmoe_side *side)
-{
-    enum { LINE = 64 };
-    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    fmoe_walk *w = &side->fetch;
-    if (!halves(s, w->half)) return;
-    w->at = w->half[0];
-    w->step = LINE;
-    w->advance = 8 * LINE;
-    w->run_step = s->v[0].sn * element;
-    w->length = w->in_run = (int32_t)fmoe_ceil_div(s->kc * element, w->advance);
-    w->per_half = FMOE_NB / 2;
-    w->left = (int64_t)w->length * FMOE_NB;
 }
 
 /* Let it fetch the lines of panel j of such a step. */
@@ -221,11 +211,34 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     }
 }
 
+/* c[rows][64] (+)= A . W^T for few rows, by columns where they lie along k; `then`: as above. What comes 16 columns
+ * later is fetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory). */
+static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_step *then)
+{
+    enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), step = s->v[0].sn * element, bytes = s->kc * element;
+    const char *w[2], *next[2] = {NULL, NULL};
+    const void *a[FMOE_TASK_ROWS];
+    halves(s, w);
+    if (then && along(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
+    for (int64_t i = 0; i < s->rows; i++)
+        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) + (s->a_column + s->k0) * element;
+    for (int i = 0; i < 2; i++) {
+        const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
+        fmoe_walk fetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
+        fetch.run_step = step;
+        fetch.per_half = step == bytes ? 1 : AHEAD; /* one run where each column begins at the end of the last */
+        fetch.length = fetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / fetch.per_half * bytes, fetch.advance);
+        fetch.left = (int64_t)fetch.length * fetch.per_half * (after ? 2 : 1);
+        along(l->cpu, l->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, l->scratch->c + i * COLUMNS, FMOE_NB, s->first,
+                               &fetch);
+    }
+}
+
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
 static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, fmoe_side *side)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
-    fmoe_gemm_along_fn *const by_along = along(cpu, l->g, s);
     fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
                          : cpu->pairs          ? cpu->k.gemm_bf16
                                                : cpu->k.gemm_f32;
@@ -242,13 +255,6 @@ static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, 
             float *wide = l->scratch->widened + i * FMOE_KC;
             fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
             a[i] = wide;
-        }
-        if (by_along) {
-            const char *half[2];
-            halves(s, half);
-            by_along(rows, s->kc, a, half, s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype), l->scratch->c, FMOE_NB,
-                     s->first, side);
-            return;
         }
         for (int64_t j = 0; j < panels; j++, calls--) {
             fmoe_side share = side_share(side, calls);
@@ -276,8 +282,9 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
     if (l->n <= 0) return NULL;
     const fmoe_step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
     const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
-    if (lying(l->cpu, now)) {
-        multiply_lying(l, now, l->n > 1 ? then : NULL);
+    const bool by_along = along(l->cpu, l->g, now);
+    if (by_along || lying(l->cpu, now)) {
+        (by_along ? multiply_along : multiply_lying)(l, now, l->n > 1 ? then : NULL);
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
@@ -286,7 +293,6 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
     if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
     const bool whole = pack && side.pack.left == 0;
     if (l->n > 1 && fmoe_is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
-    else if (l->n > 1 && along(l->cpu, l->g, then)) side_fetch_along(then, &side);
     else if (l->n > 2 && fmoe_is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
     else if (l->n > 2 && !alone) side_fetch(then, after, now->rows, &side);
     multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &side);

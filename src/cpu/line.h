@@ -13,6 +13,7 @@ typedef struct fmoe_step {
     fmoe_view v[2]; /* one or two matrices, which share N and K */
     int n_v, dtype;
     int64_t n0, n, k0, kc;         /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
+    int64_t chunk;                 /* k that are summed from zero: kc, or less where all of k is taken at once */
     int64_t e, row, rows;          /* rows of A */
     const fmoe_rows *a;            /* A itself, or the rows of a low-rank term */
     int64_t a_column;              /* where A's k starts in its rows */
@@ -55,6 +56,7 @@ typedef struct fmoe_line {
 
 fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
                        bool (*next)(void *, fmoe_step *), void *state);
+void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low); /* from k0 on: chunk, kc */
 const fmoe_step *fmoe_line_next(fmoe_line *l); /* the next step, multiplied: NULL when there is none */
 
 #endif

@@ -163,55 +163,144 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
     }
 }
 
-/* ---- few rows: no panel, a register of B is put together where it is used ---- */
+/* ---- few rows: no panel, registers of B are put together where they are used ---- */
 
-#define FOUR_COLUMNS(load, p, step)                                                                                    \
-    _mm512_castsi512_ps(_mm512_inserti64x4(                                                                            \
-        _mm512_castsi256_si512(_mm256_inserti128_si256(_mm256_castsi128_si256(load(p)), load((p) + (step)), 1)),       \
-        _mm256_inserti128_si256(_mm256_castsi128_si256(load((p) + 2 * (step))), load((p) + 3 * (step)), 1), 1))
-#define LOAD_QUAD(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
-#define LOAD_REST(p) _mm_maskz_loadu_epi8(rest, p)
+enum { LINE = 4 * QUAD, ALONG_MR = 8 }; /* ALONG_MR: rows of a register tile */
 
-/* Four columns at a time, each to the end of the chunk: memory is then read almost in order. Sixteen, as in a panel,
- * are 16 streams, too many for a core's prefetcher: 34 instead of 45 GB/s. */
-static inline __attribute__((always_inline)) void quads_along(const int mr, int64_t bytes, const void *const *a,
-                                                              const char *const half[2], int64_t step, float *c,
-                                                              int64_t ldc, int first, fmoe_side *side)
+/* A cache line of each of four columns, as four registers of B: 2 shuffles a line, which take the place of as many
+ * multiply-adds. (Inserts from memory take a half more, masked loads one and a half.) */
+static inline __attribute__((always_inline)) void along_turn(const char *p, int64_t step, __m512 b[4])
 {
-    enum { LINE = 4 * QUAD };
-    const int64_t end = bytes / QUAD * QUAD, rate = fmoe_fetch_rate(&side->fetch, FMOE_NB / 4 * (bytes / LINE));
-    const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
-    for (int group = 0; group < 4; group++, c += 16) {
-        const char *p = half[group / 2] + group % 2 * 16 * step;
-        __m512 acc[FMOE_ALONG_ROWS][4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++, p += 4 * step) {
-#pragma GCC unroll 2
-            for (int i = 0; i < mr; i++) acc[i][j] = _mm512_setzero_ps();
-            for (int64_t at = 0; at < end; at += QUAD) {
-                const __m512 b = FOUR_COLUMNS(LOAD_QUAD, p + at, step);
-                if (at % LINE == 0) fmoe_fetch(&side->fetch, rate);
-#pragma GCC unroll 2
-                for (int i = 0; i < mr; i++) {
-                    const __m128i ai = LOAD_QUAD((const char *)a[i] + at);
-                    acc[i][j] = QUADS_DOT(acc[i][j], _mm512_broadcast_f32x4(_mm_castsi128_ps(ai)), b);
-                }
-            }
-            if (!rest) continue;
-            const __m512 b = FOUR_COLUMNS(LOAD_REST, p + end, step);
-#pragma GCC unroll 2
+    const __m512 w = _mm512_loadu_ps(p), x = _mm512_loadu_ps(p + step), y = _mm512_loadu_ps(p + 2 * step),
+                 z = _mm512_loadu_ps(p + 3 * step);
+    const __m512 wx = _mm512_shuffle_f32x4(w, x, 0x44), yz = _mm512_shuffle_f32x4(y, z, 0x44),
+                 wx2 = _mm512_shuffle_f32x4(w, x, 0xee), yz2 = _mm512_shuffle_f32x4(y, z, 0xee);
+    b[0] = _mm512_shuffle_f32x4(wx, yz, 0x88);
+    b[1] = _mm512_shuffle_f32x4(wx, yz, 0xdd);
+    b[2] = _mm512_shuffle_f32x4(wx2, yz2, 0x88);
+    b[3] = _mm512_shuffle_f32x4(wx2, yz2, 0xdd);
+}
+
+/* The sums of a row by one or two times four columns; lanes are added as in quads_sum. */
+static inline __attribute__((always_inline)) void along_store(const int fours, const __m512 acc[2], float *c, int first)
+{
+    const __m512 x = acc[0], y = acc[fours - 1];
+    const __m512 two = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)),
+                 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0x4e));
+    const __m256 sum = _mm512_castps512_ps256(_mm512_permutexvar_ps(quads_order(), one));
+    const __mmask8 m = fours == 2 ? 0xff : 0xf;
+    _mm256_mask_storeu_ps(c, m, first ? sum : _mm256_add_ps(_mm256_maskz_loadu_ps(m, c), sum));
+}
+
+/* The end of a tile whose last line is not whole: blocks of 16 bytes or less. Not inline: where the sums of a loop go
+ * two ways a compiler keeps them in memory. */
+static __attribute__((noinline)) void along_rest(int mr, int fours, int64_t offset, int64_t end, const void *const *a,
+                                                 const char *p, int64_t step, float *c, int64_t ldc, int first,
+                                                 __m512 (*acc)[2])
+{
+    for (; offset < end; offset += QUAD) {
+        const __mmask16 m = (__mmask16)(end - offset >= QUAD ? 0xffffu : (1u << (end - offset)) - 1u);
+        for (int f = 0; f < fours; f++) {
+            const char *w = p + offset + 4 * f * step;
+            __m512i b = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(m, w));
+            b = _mm512_inserti32x4(b, _mm_maskz_loadu_epi8(m, w + step), 1);
+            b = _mm512_inserti32x4(b, _mm_maskz_loadu_epi8(m, w + 2 * step), 2);
+            b = _mm512_inserti32x4(b, _mm_maskz_loadu_epi8(m, w + 3 * step), 3);
             for (int i = 0; i < mr; i++) {
-                const __m128i ai = LOAD_REST((const char *)a[i] + end);
-                acc[i][j] = QUADS_DOT(acc[i][j], _mm512_broadcast_f32x4(_mm_castsi128_ps(ai)), b);
+                const __m512i ai = _mm512_broadcast_i32x4(_mm_maskz_loadu_epi8(m, (const char *)a[i] + offset));
+                acc[i][f] = QUADS_DOT(acc[i][f], _mm512_castsi512_ps(ai), _mm512_castsi512_ps(b));
             }
-        }
-#pragma GCC unroll 2
-        for (int i = 0; i < mr; i++) {
-            const __m512 sum = quads_sum(acc[i], quads_order());
-            float *to = c + i * ldc;
-            _mm512_storeu_ps(to, first ? sum : _mm512_add_ps(_mm512_loadu_ps(to), sum));
         }
     }
+    for (int i = 0; i < mr; i++) along_store(fours, acc[i], c + i * ldc, first);
+}
+
+/* What comes next, into L2: as many lines as all tiles multiply meanwhile. */
+static inline __attribute__((always_inline)) void along_fetch(const int fours, fmoe_walk *w)
+{
+    w->due += w->rate;
+    if (w->due < 65536 || w->left <= 0) return;
+    w->due -= 65536;
+#pragma GCC unroll 2
+    for (int f = 0; f < fours; f++) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) __builtin_prefetch(w->at + i * LINE, 0, 2);
+        fmoe_walk_on(w);
+    }
+}
+
+/* `bytes` of mr rows from a[i] + offset on, by `fours` times four columns. */
+static inline __attribute__((always_inline)) void along_tile(const int mr, const int fours, int64_t offset,
+                                                             int64_t bytes, const void *const *a, const char *p,
+                                                             int64_t step, float *c, int64_t ldc, int first,
+                                                             fmoe_walk *fetch)
+{
+    __m512 acc[ALONG_MR][2], b[2][4];
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
+    const int64_t end = offset + bytes;
+    for (; offset + LINE <= end; offset += LINE) {
+        along_fetch(fours, fetch);
+#pragma GCC unroll 2
+        for (int f = 0; f < fours; f++) along_turn(p + offset + 4 * f * step, step, b[f]);
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) {
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const char *four = (const char *)a[i] + offset + j * QUAD;
+                const __m512 ai = _mm512_broadcast_f32x4(_mm_loadu_ps((const float *)(const void *)four));
+#pragma GCC unroll 2
+                for (int f = 0; f < fours; f++) acc[i][f] = QUADS_DOT(acc[i][f], ai, b[f][j]);
+            }
+        }
+    }
+    if (offset < end) {
+        __m512 sums[ALONG_MR][2];
+#pragma GCC unroll 8
+        for (int i = 0; i < mr; i++) sums[i][0] = acc[i][0], sums[i][1] = acc[i][1];
+        along_rest(mr, fours, offset, end, a, p, step, c, ldc, first, sums);
+        return;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < mr; i++) along_store(fours, acc[i], c + i * ldc, first);
+}
+
+static inline __attribute__((always_inline)) void along_rows(const int fours, int64_t mr, int64_t offset, int64_t bytes,
+                                                             const void *const *a, const char *p, int64_t step,
+                                                             float *c, int64_t ldc, int first, fmoe_walk *fetch)
+{
+    switch (mr) {
+    case 1: along_tile(1, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 2: along_tile(2, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 3: along_tile(3, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 4: along_tile(4, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 5: along_tile(5, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 6: along_tile(6, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 7: along_tile(7, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    default: along_tile(8, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    }
+}
+
+/* Columns to their end, chunk by chunk, before the next ones: memory is read almost in order. Eight at a time, for each
+ * four of a row are then loaded once for two multiply-adds; but four of one or two rows, which wait for memory alone
+ * (it is 6 % slower with twice the streams), and where columns are whole pages apart: their lines, and those of A as a
+ * rule, are then in one set of L1, which holds eight (4 to 8 %). */
+static inline void quads_along(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                               int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
+{
+    enum { PAGE = 4096 };
+    const int fours = rows <= 2 || step % PAGE == 0 ? 1 : 2;
+    const int64_t tiles = fmoe_ceil_div(rows, ALONG_MR);
+    fetch->rate = 65536 / tiles;
+    for (int64_t n = 0; n < FMOE_NB / 2; n += 4 * fours, w += 4 * fours * step)
+        for (int64_t k = 0; k < kc; k += chunk)
+            for (int64_t row = 0, left = tiles, mr; left > 0; left--, row += mr) {
+                const int64_t bytes = fmoe_min(chunk, kc - k);
+                float *const to = c + row * ldc + n;
+                mr = fmoe_ceil_div(rows - row, left);
+                if (fours == 1) along_rows(1, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, fetch);
+                else along_rows(2, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, fetch);
+            }
 }
 
 /* A whole chunk, or what there is of it. */

@@ -122,32 +122,31 @@ static inline __attribute__((always_inline)) void piece_cols_store(const __m512 
     }
 }
 
-/* z[0..3] from rows p, p + step, ... of eight, `offset` bytes along, `half` bytes from their first four units to the
- * second four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
+/* z[0..3] from rows p, p + step, ... of eight, `offset` bytes along, 16 bytes from their first four units to the second
+ * four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
 #define PIECE_FOUR(move, offset, suffix, mask)                                                                         \
     move " " offset "(%[p]), %" suffix "[z0]" mask "\n\t" move " " offset "(%[p],%[s]), %" suffix "[z1]" mask          \
          "\n\t" move " " offset "(%[p],%[s],2), %" suffix "[z2]" mask "\n\t" move " " offset "(%[p],%[t]), %" suffix   \
          "[z3]" mask "\n\t"
-#define PIECE_LOAD(first, merge, suffix, offset, half, z, from, step)                                                  \
+#define PIECE_LOAD(offset, z, from, step)                                                                              \
     do {                                                                                                               \
         const char *p_ = (from);                                                                                       \
-        __asm__(PIECE_FOUR(first, offset, "x", "")                                                                     \
-                    PIECE_FOUR(merge, offset "+" half, suffix, "%{%[k2]%}") "lea (%[p],%[s],4), %[p]\n\t" PIECE_FOUR(  \
-                        merge, offset, suffix, "%{%[k1]%}") PIECE_FOUR(merge, offset "+" half, suffix, "%{%[k3]%}")    \
+        __asm__(PIECE_FOUR("vmovups", offset, "x", "") PIECE_FOUR(                                                     \
+                    "vbroadcastf32x4", offset "+16", "",                                                               \
+                    "%{%[k2]%}") "lea (%[p],%[s],4), %[p]\n\t" PIECE_FOUR("vbroadcastf32x4", offset, "", "%{%[k1]%}")  \
+                    PIECE_FOUR("vbroadcastf32x4", offset "+16", "", "%{%[k3]%}")                                       \
                 : [z0] "=&v"((z)[0]), [z1] "=&v"((z)[1]), [z2] "=&v"((z)[2]), [z3] "=&v"((z)[3]), [p] "+&r"(p_)        \
-                : [s] "r"((int64_t)(step)), [t] "r"((int64_t)(3 * (step))), [k1] "Yk"((__mmask16)PIECE_MASK(1, half)), \
-                  [k2] "Yk"((__mmask16)PIECE_MASK(2, half)), [k3] "Yk"((__mmask16)PIECE_MASK(3, half))                 \
+                : [s] "r"((int64_t)(step)), [t] "r"((int64_t)(3 * (step))), [k1] "Yk"((__mmask16)(15 << 4)),           \
+                  [k2] "Yk"((__mmask16)(15 << 8)), [k3] "Yk"((__mmask16)(15 << 12))                                    \
                 : "memory");                                                                                           \
     } while (0)
-/* A lane is four masked elements of 32 bits, or one of 64 where the units are 16 bits yet. */
-#define PIECE_MASK(lane, half) (half[0] == '1' ? 15 << 4 * (lane) : 1 << (lane))
 
 static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_side *s)
 {
     __m512 z[4];
-    PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "0", "16", z, s->pack.at, s->pack.step);
+    PIECE_LOAD("0", z, s->pack.at, s->pack.step);
     piece_cols_store(z, piece_at(s));
-    PIECE_LOAD("vmovups", "vbroadcastf32x4", "", "32", "16", z, s->pack.at, s->pack.step);
+    PIECE_LOAD("32", z, s->pack.at, s->pack.step);
     piece_cols_store(z, piece_at(s) + 8 * PANEL_ROW);
 }
 

@@ -9,6 +9,7 @@
 #include "cpu/fetch_avx2.h"
 #include "cpu/kernels.h"
 #include "cpu/load_avx2.h"
+#include "cpu/wide_quads.h"
 
 enum {
     GROUP = 4,        /* columns of a tile */
@@ -16,42 +17,28 @@ enum {
     GROUPS = FMOE_NB / GROUP
 };
 
-static inline __m256i two_columns(const char *p, int64_t step)
-{
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p)),
-                                   _mm_loadu_si128((const __m128i *)(const void *)(p + step)), 1);
-}
-
-/* ---- a piece of the next panel: 16 k of four columns, to four steps ---- */
-
-static inline __attribute__((always_inline)) void piece_two(const int dtype, const char *p, int64_t step, float *to)
-{
-    if (dtype == FMOE_F32) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) _mm256_storeu_ps(to + i * STEP, _mm256_castsi256_ps(two_columns(p + 16 * i, step)));
-        return;
-    }
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; i++, p += 16, to += 2 * STEP) {
-        if (dtype == FMOE_BF16) { /* the upper half of its f32 */
-            const __m256i x = two_columns(p, step), zero = _mm256_setzero_si256();
-            _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, x)));
-            _mm256_storeu_ps(to + STEP, _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, x)));
-        } else {
-            const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p),
-                          y = _mm_loadu_si128((const __m128i *)(const void *)(p + step));
-            _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_unpacklo_epi64(x, y)));
-            _mm256_storeu_ps(to + STEP, _mm256_cvtph_ps(_mm_unpackhi_epi64(x, y)));
-        }
-    }
-}
+/* ---- a piece of the next panel: 16 k of four columns, to four steps, line by line ---- */
 
 static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_side *side)
 {
     fmoe_walk *const w = &side->pack;
     float *const to = (float *)(void *)side->to;
-    piece_two(dtype, w->at, w->step, to);
-    piece_two(dtype, w->at + 2 * w->step, w->step, to + 8);
+    if (dtype == FMOE_F32) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const char *const p = w->at + 16 * i;
+            _mm256_storeu_ps(to + i * STEP, _mm256_castsi256_ps(two_columns(p, w->step)));
+            _mm256_storeu_ps(to + i * STEP + 8, _mm256_castsi256_ps(two_columns(p + 2 * w->step, w->step)));
+        }
+    } else {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            __m256 out[4];
+            wide_quads(dtype, w->at + 16 * i, w->step, out);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) _mm256_storeu_ps(to + 2 * i * STEP + 8 * j, out[j]);
+        }
+    }
     side->to += 4 * STEP * sizeof(float); /* four columns after another, each to its end: so the panel lies, too */
     fmoe_walk_on(w);
 }

@@ -9,6 +9,8 @@
  * a row, broadcast. A sum then runs in four lanes, which are added at the end of the chunk. Packing costs 2 % at 16
  * rows (weights in L2). */
 
+#include "cpu/wide_quads.h"
+
 enum { QUAD = 16, QUADS_STEP = FMOE_NB / 4 * QUAD }; /* bytes: of a block; of one step of 16 columns */
 
 /* Four columns x one cache line, to four steps. Inserts into halves and stores of halves: a store of 64 bytes costs as
@@ -18,22 +20,14 @@ enum { QUAD = 16, QUADS_STEP = FMOE_NB / 4 * QUAD }; /* bytes: of a block; of on
     "vinsertf32x4 $1, " offset "(%[p],%[s]), %t[x], %t[x]\n\tvinsertf32x4 $1, " offset "(%[p],%[t]), %t[y], %t[y]\n\t" \
     "vmovups %t[x], 16*" offset "(%[to])\n\tvmovups %t[y], 16*" offset "+32(%[to])\n\t"
 
-/* The same from 16-bit elements, as f32: two columns x 8 k, to two steps. A bf16 is the upper half of its f32. */
+/* The same from 16-bit elements, as f32: four columns x 8 k, to two steps, each a whole line before the next: two
+ * stores that follow one another in a line are one on their way to L2. */
 static inline __attribute__((always_inline)) void quads_widen(const int dtype, const char *p, int64_t step, char *to)
 {
-    const __m128i x = _mm_loadu_si128((const __m128i *)(const void *)p),
-                  y = _mm_loadu_si128((const __m128i *)(const void *)(p + step));
-    __m256 lower, upper;
-    if (dtype == FMOE_BF16) {
-        const __m256i both = _mm256_inserti128_si256(_mm256_castsi128_si256(x), y, 1), zero = _mm256_setzero_si256();
-        lower = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, both));
-        upper = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, both));
-    } else {
-        lower = _mm256_cvtph_ps(_mm_unpacklo_epi64(x, y));
-        upper = _mm256_cvtph_ps(_mm_unpackhi_epi64(x, y));
-    }
-    _mm256_storeu_ps((float *)(void *)to, lower);
-    _mm256_storeu_ps((float *)(void *)(to + QUADS_STEP), upper);
+    __m256 out[4];
+    wide_quads(dtype, p, step, out);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) _mm256_storeu_ps((float *)(void *)(to + i / 2 * QUADS_STEP + i % 2 * 2 * QUAD), out[i]);
 }
 
 /* `widen`: the type of 16-bit elements that become f32; 0: they are moved as they are. */
@@ -42,10 +36,7 @@ static inline __attribute__((always_inline)) void piece_quads(const int widen, f
     fmoe_walk *w = &side->pack;
     if (widen) {
 #pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            quads_widen(widen, w->at + 16 * i, w->step, side->to + 2 * i * QUADS_STEP);
-            quads_widen(widen, w->at + 16 * i + 2 * w->step, w->step, side->to + 2 * i * QUADS_STEP + 2 * QUAD);
-        }
+        for (int i = 0; i < 2; i++) quads_widen(widen, w->at + 16 * i, w->step, side->to + 2 * i * QUADS_STEP);
     } else {
         __m128 x, y;
         __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")

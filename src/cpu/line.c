@@ -113,14 +113,14 @@ static void side_fetch_lying(const fmoe_step *s, int64_t j, fmoe_side *side)
     w->left = (int64_t)w->length * w->per_half;
 }
 
-/* Let panel j of one of the last two chunks fetch a matrix that the epilogue touches. Each of its rows is a page or
- * half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no time for more than
- * the weights. */
+/* Let panel j of one of the last two chunks, or of the only one, fetch a matrix that the epilogue touches. Each of its
+ * rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no
+ * time for more than the weights. */
 static void side_fetch_touched(const fmoe_step *s, const fmoe_touched *touched, int64_t j, fmoe_side *side)
 {
     enum { LINE = 64 };
     fmoe_walk *w = &side->rows;
-    const int64_t left = s->v[0].K - s->k0 - s->kc, i = left ? j : fmoe_panels_in(s) + j;
+    const int64_t left = s->v[0].K - s->k0 - s->kc, i = left || s->k0 == 0 ? j : fmoe_panels_in(s) + j;
     if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_TOUCHED || !touched[i].base) return;
     const fmoe_touched *t = &touched[i];
     w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;

@@ -2,6 +2,7 @@
 """The operators: schema, fakes and tracing (opcheck), gradients in double (gradcheck), errors, both ways tensors cross."""
 
 import re
+
 import pytest
 import torch
 from hypothesis import given, settings

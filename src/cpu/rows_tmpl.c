@@ -14,7 +14,12 @@
 
 /* For kernels whose loops call functions: a loop with a call in it is not vectorised, and a compiler stops inlining at
  * some size of the file (the f32 forward at 64 rows an expert: 7 % slower, for the sake of SwiGLU alone). */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) /* four minutes of compiling, and no speed to gain   \
+                                                                   */
+#define ALL_INLINE
+#else
 #define ALL_INLINE __attribute__((flatten))
+#endif
 
 /* ---- conversions ---- */
 

@@ -87,17 +87,17 @@ def test_training_and_other_layouts():
 
 
 def test_what_a_forward_saves():
-    """From 32 MiB on it is new memory in every call: a page fault for 2 MiB of it, not for 4 KiB."""
+    """Two states are alive at once, and the workspace: from the third call on all have memory that was there before."""
     T, I = 5000, 512
     tensors = torch.randn(T, 16), torch.arange(2 * T).view(T, 2) % 2, torch.ones(T, 2), [torch.randn(2, 2 * I, 16), torch.randn(2, 16, I)]
     tensors[0].requires_grad_()
     faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt  # noqa: E731
-    for _ in range(2):
+    for _ in range(4):
         before = faults()
         out = fusedmoe.experts(*tensors)
         new = faults() - before
     size = next(t.nbytes for t in out.grad_fn.saved_tensors if t.dtype == torch.uint8)
-    assert size > 32 * MB and new < size / 4096 / 4
+    assert size > 32 * MB and new < size / 4096 / 40
 
 
 def test_switched_off():

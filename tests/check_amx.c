@@ -116,8 +116,8 @@ void bench_gemm_direct(const check_kernel *k, const fmoe_kernels *table, int64_t
     static char tiles[ROWS * K * 2] __attribute__((aligned(64)));
     static uint16_t w[32 * K];
     static float c[ROWS * FMOE_NB];
-    memset(tiles, 1, sizeof tiles); /* pages of their own, not the one page of zeros */
-    memset(w, 1, sizeof w);
+    BENCH_FILL(tiles);
+    BENCH_FILL(w);
     for (int i = 0; i < 20; i++) gemm(ROWS, K, tiles, w, K * 2, 32, c, FMOE_NB, w);
     *items = 20;
     *flops = 2.0 * ROWS * K * 32;

@@ -274,6 +274,8 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     const int64_t kc = form_of(k).pairs ? FMOE_KC_PAIRS : FMOE_KC;
     const void *rows[ROWS];
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
+    BENCH_FILL(panel);
+    BENCH_FILL(a);
     fmoe_side nothing = {0};
     for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
@@ -329,6 +331,8 @@ void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t 
     const int64_t unit = strstr(k->field, "16") ? 2 : 4, kc = FMOE_PANEL_BYTES / FMOE_NB / (form_of(k).pairs ? 2 : 4);
     const void *rows[ROWS];
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
+    BENCH_FILL(w);
+    BENCH_FILL(a);
     fmoe_side nothing = {0};
     for (int i = 0; i < 20; i++) lying(ROWS, kc, rows, w, FMOE_NB * unit, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
@@ -411,6 +415,8 @@ void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *item
     enum { M = 128, ROWS = 64 };
     static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
     static float dst[M * FMOE_NB] __attribute__((aligned(64)));
+    BENCH_FILL(left);
+    BENCH_FILL(panel);
     for (int i = 0; i < 20; i++)
         outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32, NULL);
     *items = 20;
@@ -491,6 +497,7 @@ void bench_pack(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     const void *pointers[FMOE_KC];
     for (int i = 0; i < FMOE_KC; i++)
         pointers[i] = from + (s.cols ? (i % FMOE_NB) * FMOE_KC : i * FMOE_NB) * (int)fmoe_dtype_size(s.dtype);
+    BENCH_FILL(from);
     for (int i = 0; i < 8; i++) pack(panel, FMOE_KC, 0, pointers, FMOE_NB);
     *items = 8 * FMOE_KC * FMOE_NB;
     *flops = 0;

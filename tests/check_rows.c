@@ -111,6 +111,7 @@ void bench_round(const check_kernel *k, const fmoe_kernels *table, int64_t *item
 {
     CHECK_KERNEL_FN(round, fmoe_round_fn, k, table);
     static float x[4096], bias[4096];
+    BENCH_FILL(bias);
     for (int i = 0; i < 50; i++) round(x, bias, 4096);
     *items = 50 * 4096;
     *flops = 0;
@@ -143,6 +144,7 @@ void bench_store_block(const check_kernel *k, const fmoe_kernels *table, int64_t
 {
     CHECK_KERNEL_FN(store, fmoe_store_block_fn, k, table);
     static float c[16 * FMOE_NB], dst[16 * 1024] __attribute__((aligned(64)));
+    BENCH_FILL(c);
     for (int i = 0; i < 100; i++) store(dst, 1024, c, 16, FMOE_NB, true);
     *items = 100 * 16 * FMOE_NB;
     *flops = 0;
@@ -152,6 +154,8 @@ void bench_convert(const check_kernel *k, const fmoe_kernels *table, int64_t *it
 {
     static uint16_t narrow[4096];
     static float wide[4096];
+    BENCH_FILL(narrow);
+    BENCH_FILL(wide);
     if (strncmp(k->field, "load", 4) == 0) {
         CHECK_KERNEL_FN(load, fmoe_load_fn, k, table);
         for (int i = 0; i < 50; i++) load(wide, narrow, 4096);

@@ -14,12 +14,7 @@
 
 /* For kernels whose loops call functions: a loop with a call in it is not vectorised, and a compiler stops inlining at
  * some size of the file (the f32 forward at 64 rows an expert: 7 % slower, for the sake of SwiGLU alone). */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) /* four minutes of compiling, and no speed to gain   \
-                                                                   */
-#define ALL_INLINE
-#else
 #define ALL_INLINE __attribute__((flatten))
-#endif
 
 /* ---- conversions ---- */
 
@@ -372,23 +367,20 @@ __attribute__((noinline)) ALL_INLINE void NAME(fmoe_act_forward)(const fmoe_act_
     else act_rows(act, g, u, 1, n, (char *)a, 0, false);
 }
 
-/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know. */
+/* Blocks of gate and up are 32 columns wide but for the last, a length the compiler may know; others row by row. */
 ALL_INLINE void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n,
                                      void *a, int64_t stride, int dtype)
 {
     enum { HALF = FMOE_NB / 2 };
-    for (int64_t i = 0; i < m && act->steps; i++) {
-        float row[FMOE_NB];
-        char *const to = (char *)a + i * stride * (dtype == FMOE_BF16 ? 2 : 4);
-        NAME(fmoe_act_forward)(act, g + i * FMOE_NB, u + i * FMOE_NB, row, n);
-        if (dtype == FMOE_BF16) NAME(fmoe_store_bf16)(to, row, n);
-        else memcpy(to, row, (size_t)n * sizeof *row);
+    const bool bf16 = dtype == FMOE_BF16, usual = n == HALF && !act->steps;
+    if (usual && bf16) act_rows(act, g, u, m, HALF, a, 2 * stride, true);
+    else if (usual) act_rows(act, g, u, m, HALF, a, 4 * stride, false);
+    for (int64_t i = 0; i < m && !usual; i++) {
+        char *const to = (char *)a + i * stride * (bf16 ? 2 : 4);
+        float wide[FMOE_NB];
+        NAME(fmoe_act_forward)(act, g + i * FMOE_NB, u + i * FMOE_NB, bf16 ? wide : (float *)(void *)to, n);
+        if (bf16) NAME(fmoe_store_bf16)(to, wide, n);
     }
-    if (act->steps) return;
-    if (dtype == FMOE_BF16 && n == HALF) act_rows(act, g, u, m, HALF, a, 2 * stride, true);
-    else if (dtype == FMOE_BF16) act_rows(act, g, u, m, n, a, 2 * stride, true);
-    else if (n == HALF) act_rows(act, g, u, m, HALF, a, 4 * stride, false);
-    else act_rows(act, g, u, m, n, a, 4 * stride, false);
 }
 
 /* ---- their gradients ---- */
@@ -461,38 +453,12 @@ gradient_row(value2_fn *fn, const bool gated, const fmoe_act_params *act, const 
     return add_parts(part);
 }
 
-static inline __attribute__((always_inline)) void gradient_rows(value2_fn *fn, const bool gated,
-                                                                const fmoe_act_params *act, const fmoe_act_rows *x,
-                                                                const int64_t n, const bool h_bf16, const bool bf16)
-{
-    enum { AHEAD = 6 };
-    const bool over = x->du == x->u;
-    for (int64_t r = 0; r < x->m; r++) {
-        float room[5][FMOE_NB];
-        if (r + AHEAD < x->m) {
-            if (gated) fetch_to_come(x->g, r + AHEAD, x->h_stride, n, h_bf16);
-            if (gated && !over) fetch_to_come(x->dg, r + AHEAD, x->dh_stride, n, bf16);
-            fetch_to_come(x->u, r + AHEAD, x->h_stride, n, h_bf16);
-            if (!over) fetch_to_come(x->du, r + AHEAD, x->dh_stride, n, bf16);
-            fetch_to_come(x->pa, r + AHEAD, x->pa_stride, n, bf16);
-        }
-        const float *g = gated ? row_in(x->g, r, x->h_stride, n, h_bf16, over, room[0]) : NULL;
-        const float *u = row_in(x->u, r, x->h_stride, n, h_bf16, over, room[1]);
-        float *dg = gated ? row_out(x->dg, r, x->dh_stride, bf16, room[2]) : NULL;
-        float *du = row_out(x->du, r, x->dh_stride, bf16, room[3]),
-              *pa = row_out(x->pa, r, x->pa_stride, bf16, room[4]);
-        x->dot[r] = gradient_row(fn, gated, act, n, g, u, x->da + r * FMOE_NB, x->p[r], dg, du, pa);
-        if (gated) row_done(x->dg, r, x->dh_stride, n, bf16, dg);
-        row_done(x->du, r, x->dh_stride, n, bf16, du);
-        row_done(x->pa, r, x->pa_stride, n, bf16, pa);
-    }
-}
-
 #define GRADIENT(id, gated, fn)                                                                                        \
-    case id: gradient_rows(fn, gated, act, x, n, h_bf16, bf16); return;
+    case id: return gradient_row(fn, gated, act, n, g, u, da, p, dg, du, pa);
 
-static inline __attribute__((always_inline)) void gradients(const fmoe_act_params *act, const fmoe_act_rows *x,
-                                                            const int64_t n, const bool h_bf16, const bool bf16)
+static inline __attribute__((always_inline)) float gradient(const fmoe_act_params *act, const int64_t n, const float *g,
+                                                            const float *u, const float *da, float p, float *dg,
+                                                            float *du, float *pa)
 {
     switch (act->act) {
         GRADIENT(FMOE_ACT_SWIGLU, true, gated_silu)
@@ -507,11 +473,45 @@ static inline __attribute__((always_inline)) void gradients(const fmoe_act_param
         GRADIENT(FMOE_ACT_GELU_TANH, false, plain_gelu_tanh)
         GRADIENT(FMOE_ACT_RELU, false, plain_relu)
         GRADIENT(FMOE_ACT_RELU2, false, plain_relu2)
-    default: return;
+    default: return 0;
     }
 }
 
-/* Blocks are 64 columns wide but for the last. */
+/* Blocks are 64 columns wide but for the last, a length the compiler may know. Once for rows of all types: inlined in
+ * each of their loops this takes most of the time of compiling the library. */
+static __attribute__((noinline)) ALL_INLINE float any_gradient(const fmoe_act_params *act, int64_t n, const float *g,
+                                                               const float *u, const float *da, float p, float *dg,
+                                                               float *du, float *pa)
+{
+    return n == FMOE_NB ? gradient(act, FMOE_NB, g, u, da, p, dg, du, pa) : gradient(act, n, g, u, da, p, dg, du, pa);
+}
+
+static inline __attribute__((always_inline)) void gradients(const fmoe_act_params *act, const fmoe_act_rows *x,
+                                                            const int64_t n, const bool h_bf16, const bool bf16)
+{
+    enum { AHEAD = 6 };
+    const bool gated = act->act < FMOE_ACT_SILU, over = x->du == x->u;
+    for (int64_t r = 0; r < x->m; r++) {
+        float room[5][FMOE_NB];
+        if (r + AHEAD < x->m) {
+            if (gated) fetch_to_come(x->g, r + AHEAD, x->h_stride, n, h_bf16);
+            if (gated && !over) fetch_to_come(x->dg, r + AHEAD, x->dh_stride, n, bf16);
+            fetch_to_come(x->u, r + AHEAD, x->h_stride, n, h_bf16);
+            if (!over) fetch_to_come(x->du, r + AHEAD, x->dh_stride, n, bf16);
+            fetch_to_come(x->pa, r + AHEAD, x->pa_stride, n, bf16);
+        }
+        const float *g = gated ? row_in(x->g, r, x->h_stride, n, h_bf16, over, room[0]) : NULL;
+        const float *u = row_in(x->u, r, x->h_stride, n, h_bf16, over, room[1]);
+        float *dg = gated ? row_out(x->dg, r, x->dh_stride, bf16, room[2]) : NULL;
+        float *du = row_out(x->du, r, x->dh_stride, bf16, room[3]),
+              *pa = row_out(x->pa, r, x->pa_stride, bf16, room[4]);
+        x->dot[r] = any_gradient(act, n, g, u, x->da + r * FMOE_NB, x->p[r], dg, du, pa);
+        if (gated) row_done(x->dg, r, x->dh_stride, n, bf16, dg);
+        row_done(x->du, r, x->dh_stride, n, bf16, du);
+        row_done(x->pa, r, x->pa_stride, n, bf16, pa);
+    }
+}
+
 ALL_INLINE void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 {
     const bool h_bf16 = x->h_type == FMOE_BF16, bf16 = x->type == FMOE_BF16;

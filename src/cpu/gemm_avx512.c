@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_avx512.c - f32 products on AVX-512: 6 x 64 register tiles (24 accumulators, 4 B, 1 A), and the packing of
- * panels.
+ * gemm_avx512.c - f32 products on AVX-512: 6 x 64 register tiles (tile_avx512.h), and the packing of panels.
  *
  * Per k: 4 loads of B, 6 broadcasts, 24 multiply-adds: the loads fit beside the multiply-adds on every AVX-512 core,
  * with B streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
@@ -38,11 +37,11 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 #define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #include "cpu/quads_avx512.h"
 
-/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. In the form of quads,
- * plus the type that is widened on the side, kc is in bytes. */
+/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. QUADS: plus the type
+ * that is widened on the side. */
 enum { PLAIN, WIDENING, QUADS };
 
-static inline __attribute__((always_inline)) void piece(const int form, fmoe_side *side)
+static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_side *side)
 {
     const char *p = side->pack.at;
     const int64_t step = side->pack.step;
@@ -52,60 +51,15 @@ static inline __attribute__((always_inline)) void piece(const int form, fmoe_sid
     fmoe_walk_on(&side->pack);
 }
 
-static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
-                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+enum { UNIT = 1 };
+
+static inline __m512 tile_unit(const char *a, bool whole)
 {
-    if (form >= QUADS) {
-        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
-        return;
-    }
-    __m512 acc[FMOE_MR][4];
-    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
-    }
-    int64_t offset = 0;
-    const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
-    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const int64_t n = kc, apart = pieces ? fmoe_max(1, n / pieces) : n;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
-    const bool again = fmoe_again(side);
-    for (int64_t k = 0; k < n;) {
-        const int64_t stop = fmoe_min(n, k + apart);
-        for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
-            fmoe_fetch(&side->fetch, rate);
-            fmoe_fetch(&side->rows, of_rows);
-            if (again) fetch_again(b);
-            if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
-            const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
-                         b3 = _mm512_loadu_ps(b + 48);
-#pragma GCC unroll 6
-            for (int i = 0; i < mr; i++) {
-                const __m512 ai = _mm512_set1_ps(*(const float *)(const void *)(row[i] + offset));
-                acc[i][0] = _mm512_fmadd_ps(ai, b0, acc[i][0]);
-                acc[i][1] = _mm512_fmadd_ps(ai, b1, acc[i][1]);
-                acc[i][2] = _mm512_fmadd_ps(ai, b2, acc[i][2]);
-                acc[i][3] = _mm512_fmadd_ps(ai, b3, acc[i][3]);
-            }
-        }
-        if (pieces-- > 0) piece(form, side);
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            float *to = c + i * ldc + 16 * j;
-            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
-        }
+    (void)whole;
+    return _mm512_set1_ps(*(const float *)(const void *)a);
 }
 
-#define PANEL float
-#include "cpu/tiles.h"
-
-enum { UNIT = 1 };
+#include "cpu/tile_avx512.h"
 
 static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
@@ -113,12 +67,6 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
     (void)whole;
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) b[j] = _mm512_loadu_ps(w + 64 * j);
-}
-
-static inline __m512 lying_dot(__m512 acc, const char *a, bool whole, __m512 b)
-{
-    (void)whole;
-    return _mm512_fmadd_ps(_mm512_set1_ps(*(const float *)(const void *)a), b, acc);
 }
 
 #include "cpu/lying_avx512.h"
@@ -135,10 +83,10 @@ void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_
 {
     if (side->pack.left == 0 || side->dtype == FMOE_F32) {
         run_tiles(PLAIN, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
-        while (side->pack.left > 0) piece(PLAIN, side);
+        while (side->pack.left > 0) tile_piece(PLAIN, side);
     } else {
         run_tiles(WIDENING, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
-        while (side->pack.left > 0) piece(WIDENING, side);
+        while (side->pack.left > 0) tile_piece(WIDENING, side);
     }
 }
 

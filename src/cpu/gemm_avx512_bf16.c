@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_avx512_bf16.c - bf16 products with vdpbf16ps: the 6 x 64 tile of gemm_avx512.c on pairs of k, twice its rate.
+ * gemm_avx512_bf16.c - bf16 products with vdpbf16ps: the 6 x 64 tile of tile_avx512.h on pairs of k, twice the rate of
+ * f32.
  *
  * The instruction treats denormals as zero and rounds to nearest even whatever MXCSR says; see docs/numerics.md. */
 #include <immintrin.h>
@@ -9,92 +10,26 @@
 #include "cpu/kernels.h"
 #include "util.h"
 
-static inline __m512 dot_pairs(__m512 acc, uint32_t pair, __m512i b)
-{
-    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)b);
-}
-
-static inline uint32_t load_pair(const char *p)
-{
-    uint32_t u;
-    memcpy(&u, p, 4);
-    return u;
-}
-
-static inline uint32_t load_single(const char *p)
-{
-    uint16_t u;
-    memcpy(&u, p, 2);
-    return u;
-}
-
 #define QUADS_DOT(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
 #include "cpu/quads_avx512.h"
 
-enum { PAIRS, QUADS }; /* forms of a tile; in the form of quads kc is in bytes */
+enum { PAIRS, QUADS }; /* forms of a tile */
+enum { UNIT = 2 };
 
-static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
-                                                       int64_t a_step, const uint32_t *b, float *c, int64_t ldc,
-                                                       int first, fmoe_side *side, int64_t tiles)
+static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_side *side)
 {
-    if (form == QUADS) {
-        quads_tile(0, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
-        return;
-    }
-    __m512 acc[FMOE_MR][4];
-    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
-    }
-    int64_t offset = 0;
-    const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
-    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const int64_t n = kc / 2, apart = pieces ? fmoe_max(1, n / pieces) : n;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
-    const bool again = fmoe_again(side);
-    for (int64_t k = 0; k < n;) {
-        const int64_t stop = fmoe_min(n, k + apart);
-        for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
-            fmoe_fetch(&side->fetch, rate);
-            fmoe_fetch(&side->rows, of_rows);
-            if (again) fetch_again(b);
-            if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
-            const __m512i b0 = _mm512_loadu_si512(b), b1 = _mm512_loadu_si512(b + 16), b2 = _mm512_loadu_si512(b + 32),
-                          b3 = _mm512_loadu_si512(b + 48);
-#pragma GCC unroll 6
-            for (int i = 0; i < mr; i++) {
-                const uint32_t ai = load_pair(row[i] + offset);
-                acc[i][0] = dot_pairs(acc[i][0], ai, b0);
-                acc[i][1] = dot_pairs(acc[i][1], ai, b1);
-                acc[i][2] = dot_pairs(acc[i][2], ai, b2);
-                acc[i][3] = dot_pairs(acc[i][3], ai, b3);
-            }
-        }
-        if (pieces-- > 0) piece_pairs(side);
-    }
-    if (kc & 1) {
-#pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            const uint32_t ai = load_single(row[i] + offset);
-#pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) acc[i][j] = dot_pairs(acc[i][j], ai, _mm512_loadu_si512(b + 16 * j));
-        }
-    }
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            float *to = c + i * ldc + 16 * j;
-            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
-        }
+    (void)form;
+    piece_pairs(side);
 }
 
-#define PANEL uint32_t
-#include "cpu/tiles.h"
+static inline __m512 tile_unit(const char *a, bool whole)
+{
+    uint32_t unit = 0;
+    memcpy(&unit, a, whole ? 4 : 2);
+    return _mm512_castsi512_ps(_mm512_set1_epi32((int)unit));
+}
 
-enum { UNIT = 2 };
+#include "cpu/tile_avx512.h"
 
 static inline __attribute__((always_inline)) void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
@@ -106,11 +41,6 @@ static inline __attribute__((always_inline)) void lying_load(const char *w, int6
         b[2 * j] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, lower, odd));
         b[2 * j + 1] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(even, upper, odd));
     }
-}
-
-static inline __m512 lying_dot(__m512 acc, const char *a, bool whole, __m512 b)
-{
-    return dot_pairs(acc, whole ? load_pair(a) : load_single(a), _mm512_castps_si512(b));
 }
 
 #include "cpu/lying_avx512.h"

@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * lying_avx512.h - products by weights where they lie, 64 columns side by side in memory, on AVX-512: the backward's,
- * as Hugging Face stores them. Included after a file has defined
+ * as Hugging Face stores them. Included after tile_avx512.h and after a file has defined
  *
- *   enum { UNIT };                                                       k of a 32-bit unit
  *   static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4]);      one step of k
- *   static inline __m512 lying_dot(__m512 acc, const char *a, bool whole, __m512 b);
  *
- * where a unit is not whole at the end of an odd kc. The first tile of rows takes the weights from where they lie, and
+ * which is not whole at the end of an odd kc. The first tile of rows takes the weights from where they lie, and
  * leaves them packed for the others. Packing a chunk ahead, between the steps of another one, takes more than twice as
  * long: at 64 rows, bf16, 8 to 14 % of the product, and few rows need no panel at all. */
 
@@ -23,9 +21,9 @@ static inline __attribute__((always_inline)) void lying_step(const int mr, const
     }
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
-        const char *a = row[i] + offset;
+        const __m512 ai = tile_unit(row[i] + offset, whole);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = lying_dot(acc[i][j], a, whole, b[j]);
+        for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, b[j]);
     }
 }
 
@@ -38,11 +36,7 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
     const int64_t n = kc / UNIT, below = keep ? mr : 0, next = side->next_rows;
     const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
     __m512 acc[FMOE_MR][4];
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
-    }
+    sums_clear(mr, acc);
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
         fmoe_fetch(&side->fetch, rate);
         fmoe_fetch(&side->rows, of_rows);
@@ -50,13 +44,7 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
         lying_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }
     if (kc % UNIT) lying_step(mr, keep, false, acc, row, 4 * n, w, step, panel);
-#pragma GCC unroll 6
-    for (int i = 0; i < mr; i++)
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            float *to = c + i * ldc + 16 * j;
-            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
-        }
+    sums_store(mr, acc, c, ldc, first);
 }
 
 /* The first tile of `rows`; how many it took. */

@@ -1,0 +1,84 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * tile_avx512.h - the register tile of both AVX-512 levels: up to 6 rows x 64 columns (24 accumulators, 4 B, 1 A), and
+ * blocks of rows made of it (tiles.h). Included after a file has defined
+ *
+ *   QUADS_DOT(acc, a, b)                                         the multiply-add of its 32-bit units
+ *   enum { UNIT };                                               k of such a unit
+ *   static inline __m512 tile_unit(const char *a, bool whole);   one of A, broadcast; not whole at the end of an odd kc
+ *   enum { ..., QUADS };                                         forms of a tile, the last ones those of quads_avx512.h
+ *   static inline void tile_piece(const int form, fmoe_side *side);
+ *
+ * In the forms of quads kc is in bytes. */
+
+static inline __attribute__((always_inline)) void sums_clear(const int mr, __m512 acc[FMOE_MR][4])
+{
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
+    }
+}
+
+static inline __attribute__((always_inline)) void sums_store(const int mr, __m512 acc[FMOE_MR][4], float *c,
+                                                             int64_t ldc, int first)
+{
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            float *to = c + i * ldc + 16 * j;
+            _mm512_storeu_ps(to, first ? acc[i][j] : _mm512_add_ps(_mm512_loadu_ps(to), acc[i][j]));
+        }
+}
+
+static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
+                                                       int64_t a_step, const float *b, float *c, int64_t ldc, int first,
+                                                       fmoe_side *side, int64_t tiles)
+{
+    if (form >= QUADS) {
+        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+        return;
+    }
+    __m512 acc[FMOE_MR][4];
+    const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
+    sums_clear(mr, acc);
+    int64_t offset = 0;
+    const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
+    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const int64_t n = kc / UNIT, apart = pieces ? fmoe_max(1, n / pieces) : n;
+    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
+    const bool again = fmoe_again(side);
+    for (int64_t k = 0; k < n;) {
+        const int64_t stop = fmoe_min(n, k + apart);
+        for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
+            fmoe_fetch(&side->fetch, rate);
+            fmoe_fetch(&side->rows, of_rows);
+            if (again) fetch_again(b);
+            if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
+            const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
+                         b3 = _mm512_loadu_ps(b + 48);
+#pragma GCC unroll 6
+            for (int i = 0; i < mr; i++) {
+                const __m512 ai = tile_unit(row[i] + offset, true);
+                acc[i][0] = QUADS_DOT(acc[i][0], ai, b0);
+                acc[i][1] = QUADS_DOT(acc[i][1], ai, b1);
+                acc[i][2] = QUADS_DOT(acc[i][2], ai, b2);
+                acc[i][3] = QUADS_DOT(acc[i][3], ai, b3);
+            }
+        }
+        if (pieces-- > 0) tile_piece(form, side);
+    }
+    if (kc % UNIT) {
+#pragma GCC unroll 6
+        for (int i = 0; i < mr; i++) {
+            const __m512 ai = tile_unit(row[i] + offset, false);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, _mm512_loadu_ps(b + 16 * j));
+        }
+    }
+    sums_store(mr, acc, c, ldc, first);
+}
+
+#define PANEL float
+#include "cpu/tiles.h"

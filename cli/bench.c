@@ -7,7 +7,8 @@
  * rows also against a sweep over the very weights it reads, for memory differs from buffer to buffer. The repetitions
  * come in rounds, in which everything that is compared has its turn, and a share or ratio is the median over rounds: on
  * a shared machine all of it moves from second to second. Between turns is a pause, for the threads of some peers go on
- * waiting busily for a while. */
+ * waiting busily for a while (OpenBLAS's took 20 ms of the next one's turn after a pause of 40), and a turn begins with
+ * a repetition that does not count, for a peer's threads sleep by then. */
 #define FMOE_EXPERIMENTAL
 #include "bench.h"
 #include "bench_peers.h"
@@ -86,6 +87,7 @@ typedef struct contender {
     const bench_case *swept; /* whose weights are swept, or NULL */
     double all[MAX_TIMES], typical[ROUNDS], share[ROUNDS], stream[ROUNDS], stream_share[ROUNDS];
     int n;
+    bool warms; /* a turn begins with a repetition that does not count */
 } contender;
 
 static double time_once(const contender *c)
@@ -102,6 +104,7 @@ static void turn(contender *c, const options *o, int round, double work, double 
     const double scale = o->cpu_time ? 1.0 / c->r.shape.threads : 1.0;
     double times[MAX_TIMES], best_sweep = 0;
     int m = 0;
+    if (c->warms) time_once(c);
     for (const double begin = now(); m == 0 || (m < MAX_TIMES / ROUNDS && now() - begin < o->budget / ROUNDS); m++) {
         if (c->swept && m < 5) { /* in turns with the layer, the best of them */
             const double rate = weights / c->swept->sweep(c->state, c->r.packed);
@@ -117,10 +120,11 @@ static void turn(contender *c, const options *o, int round, double work, double 
 
 static void time_in_turns(contender *c, int n, const options *o, double work, double weights)
 {
-    const struct timespec pause = {.tv_nsec = 20000000};
+    const struct timespec pause = {.tv_nsec = 60000000};
+    const double long_enough = 0.5; /* seconds: how it begins makes no difference then */
     const row *ours = &c[0].r;
     double ceilings[ROUNDS];
-    for (int i = 0; i < n; i++) time_once(&c[i]);
+    for (int i = 0; i < n; i++) c[i].warms = time_once(&c[i]) < long_enough && n > 1;
     for (int round = 0; round < ROUNDS; round++) {
         if (n > 1) nanosleep(&pause, NULL);
         ceilings[round] = ours->memory ? fmoe_cpu_stream_gbytes(ours->shape.threads)

@@ -231,6 +231,27 @@ def test_gradients_are_ordinary_tensors():
     assert w1.isfinite().all()
 
 
+def test_a_result_as_out_and_resized():
+    """Inside its storage like any tensor. Beyond it torch refuses, as with numpy's memory, and nothing is lost: the block is still one, with its values."""
+    a, b = torch.randn(MB), torch.randn(MB)
+    out = _core.empty_like(a)
+    at = out.data_ptr()
+    assert torch.add(a, b, out=out) is out and out.data_ptr() == at and torch.equal(out, a + b)
+    torch.add(a[:10], b[:10], out=out.resize_(0))
+    assert out.shape == (10,) and out.data_ptr() == at and torch.equal(out, a[:10] + b[:10])
+    out.resize_(MB).copy_(a)
+    whole = out.view(-1)  # torch leaves the new shape on what it could not resize
+    for grow in (lambda: out.resize_(MB + 1), lambda: out.untyped_storage().resize_(0), lambda: torch.add(torch.ones(MB + 2), 1, out=out)):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            grow()
+        assert whole.data_ptr() == at and whole.untyped_storage().nbytes() == 4 * MB and torch.equal(whole, a)
+    assert _core.pool()[:2] == (4 * MB, 0)
+    del out, whole
+    assert _core.pool()[:2] == (0, 4 * MB)
+    again = _core.empty_like(a)
+    assert again.data_ptr() == at and again.shape == a.shape
+
+
 def test_other_dtypes_and_frozen_weights():
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         x, ids, p, w1, w2 = layer(dtype)

@@ -38,6 +38,10 @@ fi
 cuda=AUTO
 [ -e /dev/nvidiactl ] || cuda=OFF # no NVIDIA device here: nvcc need not work for minutes
 echo "setup: building fusedmoe (CUDA $cuda)"
-PATH=$PWD/.venv/bin:$PATH pip install --no-build-isolation --no-deps --force-reinstall -C build-dir=.venv/build -C cmake.define.FMOE_CUDA=$cuda .
+rm -rf .venv/wheel # left there for other environments (tests/ascend/run_torch.sh), as old as the sources it began with
+touch .venv/begun
+PATH=$PWD/.venv/bin:$PATH pip wheel --no-build-isolation --no-deps -w .venv/wheel -C build-dir=.venv/build -C cmake.define.FMOE_CUDA=$cuda .
+pip install --no-deps --force-reinstall .venv/wheel/*.whl
+touch -r .venv/begun .venv/wheel/*.whl
 .venv/bin/python -c 'import fusedmoe; print("setup: fusedmoe", fusedmoe.__version__, "in .venv")'
 echo "$now" > $stamp

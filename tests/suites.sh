@@ -28,9 +28,17 @@ fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are le
     echo "1 passed, 0 failed, 0 skipped"
 }
 
+# ---- release, and the simulated CANN: what more than one suite needs ----
+ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
+# torch_npu also opens libraries of CANN that none of the C tests needs
+cann="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
+make_variant release "$build" "fmoe_c_tests $ascend $cann" -DCMAKE_BUILD_TYPE=Release
+released=$?
+
 # ---- the second lane, beside everything below: Python (mostly one thread, and downloads), then the CUDA build ----
 second_lane() {
     if [ -x tests/python/run.sh ]; then suite python tests/python/run.sh; fi
+    if [ $released = 0 ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
     if command -v nvcc >/dev/null; then
         if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune check_cuda"; then
             suite cuda-tune "$build/cuda/tests/cuda/test_tune"
@@ -42,8 +50,8 @@ second_lane() {
 }
 second_lane &
 
-# ---- release: everything, at every ISA level ----
-if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
+# ---- everything, at every ISA level; Ascend on the simulated CANN ----
+if [ $released = 0 ]; then
     bin=$build/tests
     suite ref "$bin/test_ref"
     suite ref-experts "$bin/test_ref_experts"
@@ -68,6 +76,12 @@ if make_variant release "$build" fmoe_c_tests -DCMAKE_BUILD_TYPE=Release; then
     else
         skip qemu "qemu-x86_64 is not installed (Debian: qemu-user-static)"
     fi
+    for program in $ascend; do
+        for version in cann cann81 split; do # split: other libraries, the same operators
+            [ $version = split ] && [ "$program" != test_ascend_ops ] && continue
+            suite "$program-$version" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$version" "$bin/ascend/$program"
+        done
+    done
 fi
 
 # ---- arm64: cross-built, every level under emulation ----
@@ -81,7 +95,6 @@ fi
 
 # ---- sanitizers ----
 sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
-ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
 # AMX in software here, so that its kernels are checked on every CPU with AVX512_BF16, and with sanitizers on all of them.
 if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined \
     -DFMOE_AMX_EMULATE=ON; then
@@ -119,21 +132,4 @@ if command -v clang >/dev/null; then
 else
     skip fuzz "clang is not installed (Debian: clang, libclang-rt-14-dev)"
 fi
-
-# ---- Ascend on the simulated CANN, from C and through the real torch_npu ----
-if [ -e tests/ascend/CMakeLists.txt ] && [ -e "$build/CMakeCache.txt" ]; then
-    programs=$ascend
-    # torch_npu also opens libraries of CANN that none of the C tests needs
-    others="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
-    if make_variant ascend "$build" "$programs $others"; then
-        for program in $programs; do
-            for cann in cann cann81 split; do # split: other libraries, the same operators
-                [ $cann = split ] && [ "$program" != test_ascend_ops ] && continue
-                suite "$program-$cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$cann" \
-                    "$build/tests/ascend/$program"
-            done
-        done
-    fi
-fi
-if [ -e "$build/CMakeCache.txt" ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
 wait

@@ -54,14 +54,17 @@ if [ "$(cat "$venv/.made-of" 2>/dev/null)" != "$pins $pins4" ]; then
     echo "$pins $pins4" >"$venv/.made-of"
 fi
 
-# The package itself, whenever a source has changed.
-sources="include src python pyproject.toml CMakeLists.txt cmake"
-# shellcheck disable=SC2086
-newest=$(find $sources -type f -newer "$venv/.package" 2>/dev/null | head -1)
-if [ ! -f "$venv/.package" ] || [ -n "$newest" ]; then
+# The package itself, whenever a source has changed: the wheel of `make setup` where it is of these sources.
+changed_since() { # file
+    [ ! -f "$1" ] ||
+        [ -n "$(find include src python pyproject.toml CMakeLists.txt cmake -type f -newer "$1" ! -name '*.pyc' | head -1)" ]
+}
+if changed_since "$venv/.package"; then
     touch "$venv/.package.new"
-    if ! "$venv/bin/pip" install -q --no-deps . -C cmake.define.FMOE_CUDA=OFF -C build-dir="$build/python-npu" \
-        >"$log" 2>&1; then
+    package=(. -C cmake.define.FMOE_CUDA=OFF -C build-dir="$build/python-npu")
+    wheel=$(echo .venv/wheel/fusedmoe-*.whl)
+    changed_since "$wheel" || package=(--force-reinstall "$wheel")
+    if ! "$venv/bin/pip" install -q --no-deps "${package[@]}" >"$log" 2>&1; then
         tail -20 "$log"
         echo "0 passed, 1 failed, 0 skipped"
         exit 1

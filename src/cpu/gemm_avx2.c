@@ -112,8 +112,12 @@ DEFINE_LYING(wide_f16, FMOE_F16)
 
 /* ---- packing ---- */
 
-/* 8 x 8 block of f32. */
-static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
+enum { LANES = 8 };
+typedef __m256 lanes;
+static inline lanes lanes_load(const int dtype, const char *p) { return load8(dtype, p); }
+static inline void lanes_store(float *to, lanes x) { _mm256_storeu_ps(to, x); }
+
+static inline __attribute__((always_inline)) void lanes_turn(lanes r[LANES])
 {
     __m256 t[8];
 #pragma GCC unroll 4
@@ -137,43 +141,9 @@ static inline __attribute__((always_inline)) void transpose8(__m256 r[8])
     for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 
-#define DEFINE_PACK(type, element_bytes)                                                                               \
-    void fmoe_pack_rows_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)        \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j += 8) {                                                                           \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            const int64_t nj = fmoe_min(8, n - j);                                                                     \
-            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                              \
-                const char *src = (const char *)rows[k] + j * element_bytes;                                           \
-                if (nj == 8) _mm256_storeu_ps(dst, load8_##type(src));                                                 \
-                else                                                                                                   \
-                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                   \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    void fmoe_pack_cols_##type##_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)        \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j += 8) {                                                                           \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            const int64_t nj = fmoe_min(8, n - j);                                                                     \
-            int64_t k = 0;                                                                                             \
-            if (nj == 8)                                                                                               \
-                for (; k + 8 <= kc; k += 8) {                                                                          \
-                    __m256 r[8];                                                                                       \
-                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) r[i] =                                         \
-                        load8_##type((const char *)cols[j + i] + k * element_bytes);                                   \
-                    transpose8(r);                                                                                     \
-                    _Pragma("GCC unroll 8") for (int i = 0; i < 8; i++) _mm256_storeu_ps(dst + (k + i) * NR, r[i]);    \
-                }                                                                                                      \
-            for (; k < kc; k++)                                                                                        \
-                for (int64_t i = 0; i < nj; i++)                                                                       \
-                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                     \
-        }                                                                                                              \
-    }
+#include "cpu/pack_strips.h"
 
-DEFINE_PACK(f32, 4)
-DEFINE_PACK(bf16, 2)
-DEFINE_PACK(f16, 2)
+DEFINE_PACKS(avx2)
 
 double fmoe_peak_f32_avx2(int64_t rounds)
 {

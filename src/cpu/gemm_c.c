@@ -5,7 +5,7 @@
  *
  * Correct everywhere and the yardstick of every other level; panels are strips of 16 columns as on AVX2. */
 #include "cpu/kernels.h"
-#include "util.h"
+#include "cpu/load.h"
 
 enum { NR = 16, MR = 2 };
 
@@ -34,29 +34,15 @@ void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_s
     }
 }
 
-static inline float load1_f32(const void *p, int64_t i) { return ((const float *)p)[i]; }
-static inline float load1_bf16(const void *p, int64_t i) { return fmoe_bf16_to_float(((const uint16_t *)p)[i]); }
-static inline float load1_f16(const void *p, int64_t i) { return fmoe_f16_to_float(((const uint16_t *)p)[i]); }
+enum { LANES = 1 };
+typedef float lanes;
+static inline lanes lanes_load(const int dtype, const char *p) { return load1(dtype, p); }
+static inline void lanes_store(float *to, lanes x) { *to = x; }
+static inline void lanes_turn(lanes x[LANES]) { (void)x; }
 
-#define DEFINE_PACK(type)                                                                                              \
-    void fmoe_pack_rows_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)           \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(rows[k], j);                                   \
-        }                                                                                                              \
-    }                                                                                                                  \
-    void fmoe_pack_cols_##type##_c(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)           \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j++) {                                                                              \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            for (int64_t k = 0; k < kc; k++) dst[k * NR] = load1_##type(cols[j], k);                                   \
-        }                                                                                                              \
-    }
+#include "cpu/pack_strips.h"
 
-DEFINE_PACK(f32)
-DEFINE_PACK(bf16)
-DEFINE_PACK(f16)
+DEFINE_PACKS(c)
 
 double fmoe_peak_f32_c(int64_t rounds)
 {

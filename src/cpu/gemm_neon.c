@@ -59,58 +59,24 @@ void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t 
                   FMOE_NB / NR - strip);
 }
 
-/* ---- packing: a loader per storage type, the bits of 4 floats ---- */
+/* ---- packing ---- */
 
-static inline uint32x4_t load4_f32(const void *p) { return vreinterpretq_u32_f32(vld1q_f32(p)); }
-static inline uint32x4_t load4_bf16(const void *p) { return vshll_n_u16(vld1_u16(p), 16); }
-static inline uint32x4_t load4_f16(const void *p)
+enum { LANES = 4 };
+typedef uint32x4_t lanes; /* the bits of floats */
+
+static inline __attribute__((always_inline)) lanes lanes_load(const int dtype, const char *p)
 {
-    return vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))));
+    if (dtype == FMOE_F32) return vreinterpretq_u32_f32(vld1q_f32((const float *)(const void *)p));
+    const uint16x4_t bits = vld1_u16((const uint16_t *)(const void *)p);
+    return dtype == FMOE_BF16 ? vshll_n_u16(bits, 16) : vreinterpretq_u32_f32(vcvt_f32_f16(vreinterpret_f16_u16(bits)));
 }
 
-static inline float load1_f32(const void *p) { return *(const float *)p; }
-static inline float load1_bf16(const void *p) { return fmoe_bf16_to_float(*(const uint16_t *)p); }
-static inline float load1_f16(const void *p) { return fmoe_f16_to_float(*(const uint16_t *)p); }
+static inline void lanes_store(float *to, lanes x) { vst1q_f32(to, vreinterpretq_f32_u32(x)); }
+static inline __attribute__((always_inline)) void lanes_turn(lanes x[LANES]) { transpose4(x); }
 
-static inline void store4(float *p, uint32x4_t bits) { vst1q_f32(p, vreinterpretq_f32_u32(bits)); }
+#include "cpu/pack_strips.h"
 
-#define DEFINE_PACK(type, element_bytes)                                                                               \
-    void fmoe_pack_rows_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)        \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j += 4) {                                                                           \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            const int64_t nj = fmoe_min(4, n - j);                                                                     \
-            for (int64_t k = 0; k < kc; k++, dst += NR) {                                                              \
-                const char *src = (const char *)rows[k] + j * element_bytes;                                           \
-                if (nj == 4) store4(dst, load4_##type(src));                                                           \
-                else                                                                                                   \
-                    for (int64_t i = 0; i < nj; i++) dst[i] = load1_##type(src + i * element_bytes);                   \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    void fmoe_pack_cols_##type##_neon(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)        \
-    {                                                                                                                  \
-        for (int64_t j = 0; j < n; j += 4) {                                                                           \
-            float *dst = (float *)panel + (col + j) / NR * kc * NR + (col + j) % NR;                                   \
-            const int64_t nj = fmoe_min(4, n - j);                                                                     \
-            int64_t k = 0;                                                                                             \
-            if (nj == 4)                                                                                               \
-                for (; k + 4 <= kc; k += 4) {                                                                          \
-                    uint32x4_t r[4];                                                                                   \
-                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) r[i] =                                         \
-                        load4_##type((const char *)cols[j + i] + k * element_bytes);                                   \
-                    transpose4(r);                                                                                     \
-                    _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++) store4(dst + (k + i) * NR, r[i]);              \
-                }                                                                                                      \
-            for (; k < kc; k++)                                                                                        \
-                for (int64_t i = 0; i < nj; i++)                                                                       \
-                    dst[k * NR + i] = load1_##type((const char *)cols[j + i] + k * element_bytes);                     \
-        }                                                                                                              \
-    }
-
-DEFINE_PACK(f32, 4)
-DEFINE_PACK(bf16, 2)
-DEFINE_PACK(f16, 2)
+DEFINE_PACKS(neon)
 
 double fmoe_peak_f32_neon(int64_t rounds)
 {

@@ -79,7 +79,7 @@ def layer(o: argparse.Namespace) -> None:
 
 
 def transformers(o: argparse.Namespace) -> None:
-    """Forward and forward + backward of both shapes beside grouped_mm."""
+    """Forward and forward + backward of both shapes beside the faster of eager and grouped_mm."""
     for shape, rounds in ((SMALL, 9), (QWEN3, 5)):
         print(shape + ":\n")
         sizes = [word for part in shape.split() for word in ("--" + part.split("=")[0], part.split("=")[1])]
@@ -87,20 +87,20 @@ def transformers(o: argparse.Namespace) -> None:
         for dtype in o.dtype.split(","):
             for T in (1, 16, 64, 512):
                 runs = 3 if (shape, T) == (SMALL, 512) else 1
-                command = (sys.executable, "-m", "fusedmoe.bench", "--device", "cpu", "--impl", "grouped_mm,fusedmoe",
+                command = (sys.executable, "-m", "fusedmoe.bench", "--device", "cpu", "--impl", "eager,grouped_mm,fusedmoe",
                            "--threads", o.threads, *sizes, "--T", T, "--dtype", dtype, "--rounds", rounds)  # fmt: skip
                 found = [{(r["backend"], r["pass"]): r for r in measured(*command)} for _ in range(runs)]
                 row: list[object] = [f"{dtype}, {T}"]
                 for what in ("fwd", "fwd+bwd"):
-                    pairs = [(f["grouped_mm", what], f["fusedmoe", what]) for f in found]
-                    row.append("; ".join(f"{a['ms']:.3g}, {b['ms']:.3g}" for a, b in pairs) + " ms")
+                    pairs = [(min(f["eager", what], f["grouped_mm", what], key=lambda r: r["ms"]), f["fusedmoe", what]) for f in found]
+                    row.append("; ".join(f"{a['backend'][0]} {a['ms']:.3g}, {b['ms']:.3g}" for a, b in pairs) + " ms")
                     row.append(", ".join(f"{a['ms'] / b['ms']:.2f}" for a, b in pairs))
                     row.append(", ".join(f"{100 * b['of_roofline']:.0f}" for _, b in pairs) + " %")
                 for key in ("peak_mb", "kept_mb"):
-                    row.append(" / ".join(f"{found[0][name, 'fwd+bwd'][key] or 0:g}" for name in ("grouped_mm", "fusedmoe")))
+                    row.append(" / ".join(f"{found[0][name, 'fwd+bwd'][key] or 0:g}" for name in ("eager", "grouped_mm", "fusedmoe")))
                 rows.append(row)
-        times = "grouped_mm, fusedmoe; ratio; of the roofline"
-        table(f"dtype, T; forward: {times}; forward + backward: {times}; peak of a step, MB; kept, MB", rows)
+        times = "the faster of (e)ager and (g)rouped_mm, fusedmoe; ratio; of the roofline"
+        table(f"dtype, T; forward: {times}; forward + backward: {times}; peak of a step: e, g, ours, MB; kept, MB", rows)
 
 
 def main() -> int:

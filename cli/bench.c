@@ -247,18 +247,20 @@ static void bench_pass(const options *o, const bench_case *c, const row *like, b
     for (int i = 0; i < n_peers; i++) peers[i].drop(peers[i].state);
 }
 
+enum { PASSES = 3 };
+static const struct {
+    const char *name;
+    bool forward, backward;
+} passes[PASSES] = {{"fwd", true, false}, {"bwd", false, true}, {"fwd+bwd", true, true}};
+
 static void bench_shape_of(const options *o, const char *op, const bench_shape *shape, FILE *json, bool *first)
 {
     const bench_case c = bench_make(op, shape);
-    const struct {
-        const char *name;
-        bool forward, backward;
-    } passes[] = {{"fwd", true, false}, {"bwd", false, true}, {"fwd+bwd", true, true}};
     if (shape->pages)
         printf("pages %s: %.0f MB of this process in huge ones\n", shape->pages == PAGES_HUGE ? "huge" : "small",
                huge_megabytes());
     c.forward(c.state); /* a backward alone needs what the forward saves */
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < PASSES; i++) {
         const row r = {.op = op, .pass = passes[i].name, .shape = *shape, .memory = c.forward_flops == 0};
         if (o->pass && strcmp(o->pass, r.pass) != 0) continue;
         bench_pass(o, &c, &r, passes[i].forward, passes[i].backward, json, first);
@@ -316,9 +318,12 @@ static int usage(FILE *to, int code)
           "[--threads 2]\n"
           "                      [--seconds 1] [--skew] [--cpu-time] [--packed] [--peers] [--pages huge|small] [--json "
           "FILE]\n"
+          "Lists are crossed. Without options: experts, all three passes, f32 and bf16, the sizes above, every core, a "
+          "second each.\n"
           "Every share is of a ceiling measured in the same run on the same threads: a register-only multiply-add "
           "loop, or a\n"
           "read of memory for what multiplies nothing (small cases that stay in the cache can pass 100 %).\n"
+          "--skew: every second token has expert 0 among its k; otherwise experts are drawn evenly.\n"
           "--packed: the forward of experts with packed weights too, in turns with the other.\n"
           "--pages: tensors of 2 MiB and more in huge pages or in small ones; without it, as the system likes.\n"
           "--peers: the forward too as a loop over experts on oneDNN (weights packed beforehand) and OpenBLAS, where "
@@ -332,23 +337,15 @@ static bool parse(int argc, char **argv, options *o)
 {
     for (int i = 1; i < argc; i++) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(name, "--skew") == 0) {
-            o->skew = true;
-            continue;
-        }
-        if (strcmp(name, "--peers") == 0) {
-            o->peers = true;
-            continue;
-        }
-        if (strcmp(name, "--packed") == 0) {
-            o->packed = true;
-            continue;
-        }
-        if (strcmp(name, "--cpu-time") == 0) {
-            o->cpu_time = true;
-            the_clock = CLOCK_PROCESS_CPUTIME_ID;
-            continue;
-        }
+        const struct {
+            const char *name;
+            bool *to;
+        } flags[] = {
+            {"--skew", &o->skew}, {"--peers", &o->peers}, {"--packed", &o->packed}, {"--cpu-time", &o->cpu_time}};
+        bool flag = false;
+        for (size_t j = 0; j < sizeof flags / sizeof *flags; j++)
+            if (strcmp(name, flags[j].name) == 0) flag = *flags[j].to = true;
+        if (flag) continue;
         const struct {
             const char *name;
             list *to;
@@ -360,7 +357,8 @@ static bool parse(int argc, char **argv, options *o)
         if (value && strcmp(name, "--dtype") == 0)
             known = parse_names(value, dtype_names, 4, &o->dtype) && o->dtype.v[0] > 0;
         if (value && strcmp(name, "--op") == 0) known = parse_ops(value, o);
-        if (value && strcmp(name, "--pass") == 0) known = (o->pass = value) != NULL;
+        for (int j = 0; value && strcmp(name, "--pass") == 0 && j < PASSES; j++)
+            if (strcmp(value, passes[j].name) == 0) known = (o->pass = value) != NULL;
         if (value && strcmp(name, "--seconds") == 0) known = (o->budget = strtod(value, NULL)) > 0;
         if (value && strcmp(name, "--pages") == 0)
             known = (o->pages = strcmp(value, "huge") == 0    ? PAGES_HUGE
@@ -390,8 +388,9 @@ int fmoe_bench_main(int argc, char **argv)
                  .dtype = {{FMOE_F32, FMOE_BF16}, 2},
                  .threads = {{0}, 1},
                  .budget = 1};
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) return usage(stdout, 0);
+    if (argc > 1 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0)) return usage(stdout, 0);
     if (!parse(argc, argv, &o)) return usage(stderr, 2);
+    if (o.cpu_time) the_clock = CLOCK_PROCESS_CPUTIME_ID;
     FILE *json = o.json ? fopen(o.json, "w") : NULL;
     if (o.json && !json) {
         perror(o.json);

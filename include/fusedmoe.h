@@ -225,7 +225,8 @@ FMOE_API fmoe_status fmoe_plan_destroy(fmoe_plan *plan);
 /* Bytes of workspace one run on T tokens needs (grouped matmul and activation: T = rows). Any alignment will do. */
 FMOE_API fmoe_status fmoe_workspace_bytes(fmoe_plan plan, fmoe_pass pass, int64_t T, size_t *bytes);
 
-/* Bytes that the forward of experts or block keeps for its backward: h, unless FMOE_RECOMPUTE. */
+/* Bytes that the forward of experts or block keeps for its backward: h, unless FMOE_RECOMPUTE (Ascend: and more,
+ * docs/ascend.md). */
 FMOE_API fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes);
 
 /* Which kernels will run and why, as lines of text, cut to n bytes with the closing 0. Returns the full length (text

@@ -103,7 +103,7 @@ if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFM
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick
-    if grep -q amx_bf16 "$log_folder/asan-check.log"; then
+    if grep -qs amx_bf16 "$log_folder/asan-check.log"; then
         suite asan-check-amx "$build/asan/fusedmoe" check --seconds 20 --quick --seed 2 -f amx_bf16
     else
         skip asan-check-amx "the CPU has no AVX512_BF16, which the emulation of AMX computes with"

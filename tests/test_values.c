@@ -615,16 +615,33 @@ TEST(row26_levels)
 }
 
 /* The environment is read once: a new process for each value. */
-static void run_info(const char *value, char *text, size_t n)
+static int run_cli(const char *isa, const char *arguments, char *text, size_t n) /* its exit code */
 {
     char command[512];
-    snprintf(command, sizeof command, "FMOE_MAX_ISA='%s' '%s' info 2>&1", value, FMOE_CLI);
+    snprintf(command, sizeof command, "FMOE_MAX_ISA='%s' '%s' %s 2>&1", isa, FMOE_CLI, arguments);
     FILE *f = popen(command, "r");
     REQUIRE(f != NULL);
     const size_t got = fread(text, 1, n - 1, f);
     text[got] = 0;
     const int code = pclose(f);
-    CHECK(WIFEXITED(code) && WEXITSTATUS(code) == 0);
+    REQUIRE(WIFEXITED(code));
+    return WEXITSTATUS(code);
+}
+
+static void run_info(const char *isa, char *text, size_t n) { CHECK(run_cli(isa, "info", text, n) == 0); }
+
+TEST(the_command_line_refuses_what_it_cannot_read)
+{
+    const char *bad[] = {"bench --pass foo", "bench --pass",      "bench --dtype f8", "bench --op gemm",
+                         "bench --T 0x",     "bench --seconds 0", "bench what",       "check --seed",
+                         "check --what 1",   "check -f nothing",  "rubbish",          ""};
+    char text[4096];
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        const int code = run_cli("", bad[i], text, sizeof text);
+        if (code != 2 || !*text) TEST_FAIL("'%s' ends with %d and says '%s'", bad[i], code, text);
+    }
+    CHECK(run_cli("", "bench -h", text, sizeof text) == 0 && strstr(text, "usage"));
+    CHECK(run_cli("", "check -h", text, sizeof text) == 0 && strstr(text, "usage"));
 }
 
 TEST(row31_rubbish_in_the_environment)

@@ -48,10 +48,12 @@ typedef struct product {
  * panel. */
 static void draw_product(product *p, const check_kernel *k, int64_t index)
 {
-    static const int64_t rows[] = {1, 2, 3, 5, 6, 7, 11, 12, 13, 18, 0}, kcs[] = {1, 2, 3, 31, 32, 64, 97, 511, 512};
+    static const int64_t rows[] = {1, 2, 3, 5, 6, 7, 11, 12, 13, 18, 0, 25, 30},
+                         kcs[] = {1, 2, 3, 31, 32, 64, 97, 511, 512};
     *p = (product){.f = form_of(k), .pairs = form_of(k).pairs};
-    p->rows = index < 11 ? rows[index] : check_below(40);
+    p->rows = index < 13 ? rows[index] : check_below(40);
     p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
+    if (p->rows > 18 && check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
     p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
     const bool packed_a = !p->f.quads && check_below(2);
     const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;
@@ -236,6 +238,7 @@ void check_gemm(const check_kernel *k, int64_t index)
     const int64_t asked = next.side.pack.left;
     fmoe_side nothing = {0};
     next.side.fetch = forbidden_lines(check_below(2));
+    next.side.turns = check_below(4) > 0;
     gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
     check_beside(&next, asked);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
@@ -309,7 +312,7 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
     for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
         want[i] = p.c[i] = (float)(2 * check_uniform() - 1);
-    fmoe_side side = {.fetch = forbidden_lines(false)}, nothing = {0};
+    fmoe_side side = {.fetch = forbidden_lines(false), .turns = check_below(4) > 0}, nothing = {0};
     fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
     gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
     lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &side);

@@ -70,10 +70,15 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
 }
 
 #include "cpu/lying_avx512.h"
+#include "cpu/turns_avx512.h"
 
 void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                 void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
 {
+    if (in_turns(side, rows)) {
+        lying_in_turns(rows, kc, a, w, w_step, panel, c, ldc, first, side);
+        return;
+    }
     const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, side);
     run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, side, 1);
 }
@@ -94,7 +99,9 @@ static inline __attribute__((always_inline)) void multiply_quads(const int widen
                                                                  const void *const *a, const float *panel, float *c,
                                                                  int64_t ldc, int first, fmoe_side *side)
 {
-    run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
+    if (in_turns(side, rows) && kc % (4 * TURN) == 0)
+        quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, side);
+    else run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
     while (side->pack.left > 0) piece_quads(widen, side);
 }
 

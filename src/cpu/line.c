@@ -7,16 +7,6 @@
 
 enum { FEW_ROWS = 24 }; /* memory is fetched from as fast as it can be */
 
-/* An Intel core keeps one of its 12 to 16 fill buffers for a line until memory has sent it, and needs them for every
- * line that L1 takes from L2, as panels are. Columns along k, many of them at once, none of which its own prefetchers
- * follow from the first line on, fill them all: at 24 rows and more it is faster to fetch nothing (f32 forward on
- * Sapphire Rapids: 6 to 8 % at 32 rows, 12 to 14 at 64). With fewer rows, in packed panels and in the backward fetching
- * pays there too (up to 20 %). */
-static bool leave_alone(const fmoe_cpu_plan *cpu, const fmoe_step *s)
-{
-    return cpu->crowded && s->rows >= FEW_ROWS && !fmoe_is_packed(s) && fmoe_along_k(s);
-}
-
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const fmoe_step *s, const char *half[2])
 {
@@ -202,7 +192,7 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
         a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) +
                (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     for (int64_t j = 0; j < panels; j++) {
-        fmoe_side side = {0};
+        fmoe_side side = {.turns = l->cpu->turns};
         if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
         else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
         if (l->touched) side_fetch_touched(s, l->touched, j, &side);
@@ -288,13 +278,12 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
-    const bool alone = leave_alone(l->cpu, now);
-    fmoe_side side = {.still = alone, .again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
+    fmoe_side side = {.turns = l->cpu->turns, .again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
     if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
     const bool whole = pack && side.pack.left == 0;
     if (l->n > 1 && fmoe_is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
     else if (l->n > 2 && fmoe_is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
-    else if (l->n > 2 && !alone) side_fetch(then, after, now->rows, &side);
+    else if (l->n > 2) side_fetch(then, after, now->rows, &side);
     multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &side);
     if (whole || side.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
     return now;

@@ -72,6 +72,18 @@ static inline __attribute__((always_inline)) __m512 quads_sum(const __m512 acc[4
                                                          _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
 }
 
+static inline __attribute__((always_inline)) void quads_store(const int mr, __m512 acc[FMOE_MR][4], float *c,
+                                                              int64_t ldc, int first)
+{
+    const __m512i in_order = quads_order();
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++) {
+        const __m512 sum = quads_sum(acc[i], in_order);
+        float *to = c + i * ldc;
+        _mm512_storeu_ps(to, first ? sum : _mm512_add_ps(_mm512_loadu_ps(to), sum));
+    }
+}
+
 /* fmoe_fetch in fewer instructions: `at` is the line itself, and none is asked whether it is there (one too many does
  * no harm). At 8 to 16 rows a step has 16 to 24 multiply-adds and up to two of these lines and half a piece beside
  * them: a core that starts six instructions a cycle has none to spare. (In the loops of pairs, where gcc has two walks
@@ -144,13 +156,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
             }
             b += QUADS_STEP;
         }
-        const __m512i in_order = quads_order();
-#pragma GCC unroll 6
-        for (int i = 0; i < mr; i++) {
-            const __m512 sum = quads_sum(acc[i], in_order);
-            float *to = c + i * ldc;
-            _mm512_storeu_ps(to, first ? sum : _mm512_add_ps(_mm512_loadu_ps(to), sum));
-        }
+        quads_store(mr, acc, c, ldc, first);
     }
 }
 

@@ -18,7 +18,7 @@ static inline __attribute__((always_inline)) void run_tiles(const int form, int6
     const int64_t all = fmoe_ceil_div(rows, FMOE_MR);
     for (int64_t tiles = all; tiles > 0; tiles--) {
         const int64_t mr = fmoe_ceil_div(rows, tiles), share = tiles + (parts - 1) * all;
-        side->next_rows = side->still ? 0 : tiles > 1 ? fmoe_ceil_div(rows - mr, tiles - 1) : mr;
+        side->next_rows = tiles > 1 ? fmoe_ceil_div(rows - mr, tiles - 1) : mr;
         switch (mr) {
         case 1: tile(form, 1, kc, a, a_step, b, c, ldc, first, side, share); break;
         case 2: tile(form, 2, kc, a, a_step, b, c, ldc, first, side, share); break;

@@ -1,0 +1,142 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * turns_avx512.h - f32 tiles of many rows for Intel's cores: the side (side.h) is looked after once in a turn of
+ * several steps, not in each, and rows of A are left to the core's own prefetchers. Sums are those of quads_avx512.h
+ * and tile_avx512.h, bit for bit.
+ *
+ * Such a core starts six instructions a cycle, and where another thread shares it every second cycle is the other's: 36
+ * while the 24 multiply-adds of a step take their 12 cycles. 34 of them are the products; a look at the side and six
+ * pointers in every step made it 60. One core of Sapphire Rapids, weights in L2: 86 % of the ceiling in steps, 95 in
+ * turns; beside another thread 56 and 75. Zen 4 gains nothing, and stays with steps. */
+
+enum { TURN = 8, LYING_TURN = 16, TURN_ROWS = 24 }; /* so many rows make tiles of 5 and 6 */
+
+static inline bool in_turns(const fmoe_side *side, int64_t rows) { return side->turns && rows >= TURN_ROWS; }
+
+/* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
+static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 a, __m512 b)
+{
+    __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+    return acc;
+}
+
+/* One step: `quads`, four k of a row by 16 columns; else one by 64. `keep`: B is left in the panel. */
+static inline __attribute__((always_inline)) void turn_step(const int mr, const bool quads, const bool keep,
+                                                            __m512 acc[FMOE_MR][4], const char *const at[FMOE_MR],
+                                                            int64_t offset, const char *from, char *panel)
+{
+    __m512 b[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) b[j] = _mm512_loadu_ps(from + 64 * j);
+    if (keep) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) _mm512_storeu_ps((float *)(void *)(panel + 64 * j), b[j]);
+    }
+#pragma GCC unroll 6
+    for (int i = 0; i < mr; i++) {
+        const float *a = (const float *)(const void *)(at[i] + offset);
+        const __m512 ai = quads ? _mm512_broadcast_f32x4(_mm_loadu_ps(a)) : _mm512_set1_ps(*a);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) acc[i][j] = turn_dot(acc[i][j], ai, b[j]);
+    }
+}
+
+/* What a turn is due, as quads_fetch does it but four lines at a time: a third of the instructions. With these it pays
+ * to fetch what is packed next, 12 % at 28 rows and 12 to 17 at 64; line by line it cost that much. */
+static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64_t rate)
+{
+    for (w->due += rate; w->due >= 4 * 65536; w->due -= 4 * 65536) {
+        if (w->left <= 0) continue;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) __builtin_prefetch(w->at + i * w->step, 0, 2);
+        w->at += 4 * w->step;
+        w->row += 4;
+        if (w->row < 8) continue;
+        w->row -= 8;
+        w->at -= 8 * w->step;
+        fmoe_walk_on(w);
+    }
+}
+
+static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_side *side)
+{
+    if (widen == FMOE_BF16) piece_quads(FMOE_BF16, side);
+    else if (widen == FMOE_F16) piece_quads(FMOE_F16, side);
+    else piece_quads(0, side);
+}
+
+/* quads_tile, of whole turns. */
+static inline __attribute__((always_inline)) void quads_turns(int widen, const int mr, int64_t bytes,
+                                                              const void *const *a, const char *b, float *c,
+                                                              int64_t ldc, int first, fmoe_side *side, int64_t tiles)
+{
+    const char *const volatile *row = (const char *const volatile *)a;
+    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
+    const volatile int64_t rate = TURN * fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
+    int64_t until = apart;
+    for (int group = 0; group < 4; group++, c += 16) {
+        __m512 acc[FMOE_MR][4];
+        sums_clear(mr, acc);
+        for (int64_t k = 0; k < n; k += TURN, b += TURN * QUADS_STEP) {
+            const char *at[FMOE_MR];
+            turn_fetch(&side->fetch, rate);
+#pragma GCC unroll 6
+            for (int i = 0; i < mr; i++) at[i] = row[i] + k * QUAD;
+#pragma GCC unroll 8
+            for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * QUAD, b + u * QUADS_STEP, NULL);
+            for (until -= TURN; until <= 0; until += apart)
+                if (side->pack.left > 0) turn_piece(widen, side);
+        }
+        quads_store(mr, acc, c, ldc, first);
+    }
+}
+
+/* Not inline: beside it the other form came out 5 % slower at 16 rows. */
+static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, int64_t bytes, const void *const *a,
+                                                     const char *b, float *c, int64_t ldc, int first, fmoe_side *side)
+{
+    for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
+        mr = fmoe_ceil_div(rows, tiles);
+        if (mr == 5) quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles);
+        else quads_turns(widen, 6, bytes, a, b, c, ldc, first, side, tiles);
+    }
+}
+
+/* lying_tile, whose panel is then what lies there for the other tiles. */
+static inline __attribute__((always_inline)) void lying_turns(const int mr, const bool keep, int64_t kc,
+                                                              const void *const *a, const char *w, int64_t step,
+                                                              char *panel, float *c, int64_t ldc, int first,
+                                                              fmoe_side *side, int64_t tiles)
+{
+    const char *const volatile *row = (const char *const volatile *)a;
+    const int64_t rate = LYING_TURN * fmoe_fetch_rate(&side->fetch, tiles * kc),
+                  of_rows = LYING_TURN * fmoe_fetch_rate(&side->rows, tiles * kc);
+    __m512 acc[FMOE_MR][4];
+    sums_clear(mr, acc);
+    for (int64_t k = 0; k < kc;) {
+        const char *at[FMOE_MR];
+        fmoe_fetch(&side->fetch, rate);
+        fmoe_fetch(&side->rows, of_rows);
+#pragma GCC unroll 6
+        for (int i = 0; i < mr; i++) at[i] = row[i];
+#pragma GCC unroll 4
+        for (const int64_t stop = fmoe_min(kc, k + LYING_TURN); k < stop; k++, w += step, panel += PANEL_ROW)
+            turn_step(mr, false, keep, acc, at, 4 * k, w, panel);
+    }
+    sums_store(mr, acc, c, ldc, first);
+}
+
+static __attribute__((noinline)) void lying_in_turns(int64_t rows, int64_t kc, const void *const *a, const char *w,
+                                                     int64_t step, char *panel, float *c, int64_t ldc, int first,
+                                                     fmoe_side *side)
+{
+    const int64_t all = fmoe_ceil_div(rows, FMOE_MR);
+    for (int64_t tiles = all, mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
+        mr = fmoe_ceil_div(rows, tiles);
+        if (tiles == all && mr == 5) lying_turns(5, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
+        else if (tiles == all) lying_turns(6, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
+        else if (mr == 5) lying_turns(5, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, side, tiles);
+        else lying_turns(6, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, side, tiles);
+    }
+}

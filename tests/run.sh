@@ -7,7 +7,7 @@
 # prints no such line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not
 # installed may be a skip, and every skip is listed with its reason.
 #
-#   tests/run.sh [suite ...]     only the suites whose name contains one of the words
+#   tests/run.sh [suite ...]     only the suites whose name contains one of the words (asan-...: builds that alone)
 #   FMOE_TEST_BUILD=dir          where to build (default build/; variants in dir/asan, dir/tsan, dir/fuzz)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
@@ -76,10 +76,20 @@ suite() { # name command ...
     add "$name" "$p" "$f" "$s" "$(echo "$end $begin" | awk '{print $1 - $2}')"
 }
 
+# Whether a suite of a variant may be selected: not where every word begins with another variant's name.
+needed() { # variant
+    local word
+    for word in "${only[@]}"; do
+        [[ $word =~ ^(arm64|asan|tsan|fuzz|cuda)- && $word != "$1"-* ]] || return 0
+    done
+    [ ${#only[@]} -eq 0 ]
+}
+
 # Configure and build one variant; a build that fails is a failed suite.
 make_variant() { # name folder targets(or all) cmake-options ...
     local name=$1 folder=$2 targets=$3 begin end
     shift 3
+    needed "$name" || return 1
     begin=$(date +%s.%N)
     if ! { cmake -S . -B "$folder" -G "$generator" -DFMOE_TESTS=ON -DFMOE_WERROR=ON "$@" &&
            cmake --build "$folder" --parallel 2 --target $targets; } >"$log_folder/build-$name.log" 2>&1; then

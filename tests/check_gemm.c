@@ -53,7 +53,7 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
     *p = (product){.f = form_of(k), .pairs = form_of(k).pairs};
     p->rows = index < 13 ? rows[index] : check_below(40);
     p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
-    if (p->rows > 18 && check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
+    if (p->rows > 7 && check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
     p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
     const bool packed_a = !p->f.quads && check_below(2);
     const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;

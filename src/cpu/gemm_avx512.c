@@ -75,7 +75,7 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
 void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                 void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
 {
-    if (in_turns(side, rows)) {
+    if (lying_pays(side, rows)) {
         lying_in_turns(rows, kc, a, w, w_step, panel, c, ldc, first, side);
         return;
     }

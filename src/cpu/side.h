@@ -35,7 +35,7 @@ typedef struct fmoe_side {
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool turns;        /* many rows: looked after once in several steps (turns_avx512.h) */
+    bool turns;        /* where rows allow it, it is looked after once in several steps (turns_avx512.h) */
     bool again;        /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
     fmoe_walk rows;    /* fetched too: what the epilogue will read and write */

@@ -1,17 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * turns_avx512.h - f32 tiles of many rows for Intel's cores: the side (side.h) is looked after once in a turn of
- * several steps, not in each, and rows of A are left to the core's own prefetchers. Sums are those of quads_avx512.h
- * and tile_avx512.h, bit for bit.
+ * turns_avx512.h - f32 tiles for Intel's cores: the side (side.h) is looked after once in a turn of several steps, not
+ * in each, and rows of A are left to the core's own prefetchers. Sums are those of quads_avx512.h and tile_avx512.h,
+ * bit for bit.
  *
  * Such a core starts six instructions a cycle, and where another thread shares it every second cycle is the other's: 36
  * while the 24 multiply-adds of a step take their 12 cycles. 34 of them are the products; a look at the side and six
- * pointers in every step made it 60. One core of Sapphire Rapids, weights in L2: 86 % of the ceiling in steps, 95 in
- * turns; beside another thread 56 and 75. Zen 4 gains nothing, and stays with steps. */
+ * pointers in every step made it 60. One core of a Xeon, weights in L2: 86 % of the ceiling in steps, 95 in turns;
+ * beside another thread, presumably, 60 and 71. Zen 4 gains nothing, and stays with steps. */
 
-enum { TURN = 8, LYING_TURN = 16, TURN_ROWS = 24 }; /* so many rows make tiles of 5 and 6 */
+enum { TURN = 4, LYING_TURN = 16 }; /* steps */
 
-static inline bool in_turns(const fmoe_side *side, int64_t rows) { return side->turns && rows >= TURN_ROWS; }
+/* 8 rows and more make tiles of 4 to 6; weights where they lie gain nothing before 24. */
+static inline bool in_turns(const fmoe_side *side, int64_t rows) { return side->turns && rows >= 8; }
+
+static inline bool lying_pays(const fmoe_side *side, int64_t rows) { return side->turns && rows >= 24; }
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
 static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 a, __m512 b)
@@ -42,7 +45,8 @@ static inline __attribute__((always_inline)) void turn_step(const int mr, const 
 }
 
 /* What a turn is due, as quads_fetch does it but four lines at a time: a third of the instructions. With these it pays
- * to fetch what is packed next, 12 % at 28 rows and 12 to 17 at 64; line by line it cost that much. */
+ * to fetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that much. (Lying
+ * weights are fetched line by line: 4 % faster.) */
 static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64_t rate)
 {
     for (w->due += rate; w->due >= 4 * 65536; w->due -= 4 * 65536) {
@@ -83,7 +87,7 @@ static inline __attribute__((always_inline)) void quads_turns(int widen, const i
             turn_fetch(&side->fetch, rate);
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) at[i] = row[i] + k * QUAD;
-#pragma GCC unroll 8
+#pragma GCC unroll 4
             for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * QUAD, b + u * QUADS_STEP, NULL);
             for (until -= TURN; until <= 0; until += apart)
                 if (side->pack.left > 0) turn_piece(widen, side);
@@ -98,7 +102,8 @@ static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, in
 {
     for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
-        if (mr == 5) quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles);
+        if (mr == 4) quads_turns(widen, 4, bytes, a, b, c, ldc, first, side, tiles);
+        else if (mr == 5) quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles);
         else quads_turns(widen, 6, bytes, a, b, c, ldc, first, side, tiles);
     }
 }

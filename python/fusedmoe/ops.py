@@ -37,6 +37,7 @@ DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 
 _DEVICES = {"cpu": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
 
 _lib = torch.library.Library("fusedmoe", "DEF")
+_TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)  # torch 2.6
 _impl: dict[Callable, Callable] = {}
 
 
@@ -104,7 +105,7 @@ def _define(schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
     name = schema.split("(", 1)[0]
     pass_ = int(name.endswith("backward"))
     code = getattr(_core, re.sub("_(forward|backward|replay|list)", "", name).upper() + ("_FORWARD", "_BACKWARD")[pass_])
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    _lib.define(schema, tags=_TAGS)
     op = getattr(torch.ops.fusedmoe, name).default
 
     def register(steps: Callable[..., Iterator]) -> Callable:

@@ -81,6 +81,7 @@ def test_order_of_checks(monkeypatch):
     assert not NpuFusedMoEKernel.check_deps() and CpuFusedMoEKernel.check_deps()
     npu = types.SimpleNamespace(type="npu")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *a, **k: npu)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="torch_npu is not installed.*libascendcl.so"):
         NpuFusedMoEKernel.apply(model=model)
     fake = types.ModuleType("torch_npu")

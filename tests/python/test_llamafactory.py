@@ -32,6 +32,7 @@ def as_npu(monkeypatch) -> None:
 
     monkeypatch.setitem(sys.modules, "torch_npu", types.ModuleType("torch_npu"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *a, **k: Npu)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(NpuFusedMoEKernel, "missing", lambda model=None: None)
 
 

@@ -22,6 +22,8 @@ from fusedmoe import _core, ops
 
 if not V5:
     pytest.skip("one version is enough", allow_module_level=True)
+if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+    pytest.skip(f"torch {torch.__version__} has no exchange table: its allocator has the results", allow_module_level=True)
 
 MB = 1 << 20
 T, H, I, E, k = 6, 256, 128, 8, 2  # gradients of 2 MB and 1 MB

@@ -24,8 +24,8 @@ class DeviceType(str, Enum):
 
 
 def current_accelerator() -> str:
-    """The type of the accelerator torch has found, "cpu" when there is none."""
-    accelerator = torch.accelerator.current_accelerator()
+    """The type of the accelerator torch has found, "cpu" when there is none (torch may name one that it was merely built for)."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type
 
 

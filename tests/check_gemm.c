@@ -53,7 +53,7 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
     *p = (product){.f = form_of(k), .pairs = form_of(k).pairs};
     p->rows = index < 13 ? rows[index] : check_below(40);
     p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
-    if (p->rows > 7 && check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
+    if (check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
     p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
     const bool packed_a = !p->f.quads && check_below(2);
     const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;
@@ -547,6 +547,7 @@ void check_gemm_along(const check_kernel *k, int64_t index)
     }
     for (int64_t half = 0; half < 2; half++) {
         fmoe_walk fetch = {.at = w, .half = {w, w}, .left = 9, .length = 1, .in_run = 1, .advance = 512, .per_half = 9};
+        if (check_below(2)) fetch.near = true, fetch.left = kc * element;
         float *const c = (float *)fmoe_data(got) + half * width;
         multiply(rows, kc, chunk, a, w, step, c, FMOE_NB, (int)first, &fetch);
     }

@@ -238,7 +238,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
     cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
     cpu->gather = cpu->pairs && cpu->k.pack_left_pairs;
-    cpu->turns = intel;
+    cpu->intel = intel;
     cpu->work_type = cpu->pairs ? FMOE_BF16 : FMOE_F32;
     p->priv = cpu;
     return FMOE_OK;

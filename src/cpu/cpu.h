@@ -18,7 +18,7 @@ typedef struct fmoe_cpu_plan {
     bool pairs;    /* products in bf16 pairs: buffers between products are bf16; else they are f32 */
     bool gather;   /* rows are gathered before a product instead of by pointers: AMX wants them equally far apart */
     int work_type; /* fmoe_dtype of those buffers */
-    bool turns;    /* f32 is multiplied in turns (Intel; see turns_avx512.h) */
+    bool intel;    /* whose cores want to be fed in other ways (turns_avx512.h, line.c) */
 } fmoe_cpu_plan;
 
 static inline const fmoe_cpu_plan *fmoe_cpu(const fmoe_plan_impl *p) { return p->priv; }

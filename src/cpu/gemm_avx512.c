@@ -99,7 +99,7 @@ static inline __attribute__((always_inline)) void multiply_quads(const int widen
                                                                  const void *const *a, const float *panel, float *c,
                                                                  int64_t ldc, int first, fmoe_side *side)
 {
-    if (in_turns(side, rows) && kc % (4 * TURN) == 0)
+    if (side->turns && kc % (4 * TURN) == 0)
         quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, side);
     else run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
     while (side->pack.left > 0) piece_quads(widen, side);

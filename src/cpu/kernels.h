@@ -27,7 +27,6 @@
 enum {
     FMOE_NB = 64,         /* columns of a block */
     FMOE_MR = 6,          /* rows of a register tile, at most */
-    FMOE_ALONG_ROWS = 7,  /* of an expert on average: so few are multiplied by weights where they lie (gemm_along) */
     FMOE_KC = 512,        /* k of a chunk: an f32 panel of 128 KiB, half of a small L2 */
     FMOE_KC_PAIRS = 1024, /* the same bytes in bf16 */
     FMOE_PANEL_BYTES = FMOE_KC * FMOE_NB * 4

@@ -19,8 +19,9 @@ typedef struct fmoe_walk {
     int64_t step; /* bytes between the rows of a piece */
     int64_t advance, run_step;
     int32_t in_run, length, run, per_half;
-    int32_t row;       /* fetch: of the eight */
-    bool slow;         /* fetch: there is much time for it */
+    int32_t row; /* fetch: of the eight */
+    bool slow;   /* fetch: there is much time for it */
+    bool near;   /* fetch, along: the columns themselves, a little ahead; `left` bytes each, the next ones at `at` */
     int64_t due, rate; /* fetch: lines, in 1/65536; rate: of quads */
 } fmoe_walk;
 
@@ -35,7 +36,7 @@ typedef struct fmoe_side {
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool turns;        /* where rows allow it, it is looked after once in several steps (turns_avx512.h) */
+    bool turns;        /* where it can be, it is looked after once in several steps (turns_avx512.h) */
     bool again;        /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
     fmoe_walk rows;    /* fetched too: what the epilogue will read and write */

@@ -11,9 +11,7 @@
 
 enum { TURN = 4, LYING_TURN = 16 }; /* steps */
 
-/* 8 rows and more make tiles of 4 to 6; weights where they lie gain nothing before 24. */
-static inline bool in_turns(const fmoe_side *side, int64_t rows) { return side->turns && rows >= 8; }
-
+/* Weights where they lie gain nothing before 24 rows. */
 static inline bool lying_pays(const fmoe_side *side, int64_t rows) { return side->turns && rows >= 24; }
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
@@ -102,9 +100,14 @@ static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, in
 {
     for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
-        if (mr == 4) quads_turns(widen, 4, bytes, a, b, c, ldc, first, side, tiles);
-        else if (mr == 5) quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles);
-        else quads_turns(widen, 6, bytes, a, b, c, ldc, first, side, tiles);
+        switch (mr) {
+        case 1: quads_turns(widen, 1, bytes, a, b, c, ldc, first, side, tiles); break;
+        case 2: quads_turns(widen, 2, bytes, a, b, c, ldc, first, side, tiles); break;
+        case 3: quads_turns(widen, 3, bytes, a, b, c, ldc, first, side, tiles); break;
+        case 4: quads_turns(widen, 4, bytes, a, b, c, ldc, first, side, tiles); break;
+        case 5: quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles); break;
+        default: quads_turns(widen, 6, bytes, a, b, c, ldc, first, side, tiles); break;
+        }
     }
 }
 

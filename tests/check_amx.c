@@ -67,12 +67,12 @@ void check_pack_tiles(const check_kernel *k, int64_t index)
     const int64_t padded = fmoe_ceil_div(K, 32) * 32;
     check_note("K=%" PRId64 " n=%" PRId64, K, n);
     const void **rows = draw_rows(n, K);
-    uint16_t *tiles = check_guarded((size_t)padded * 32, 64);
+    uint16_t *tiles = check_guarded((size_t)(padded * n) * 2, 4);
     pack(tiles, K, rows, n);
     for (int64_t i = 0; i < padded; i++)
-        for (int64_t j = 0; j < 16; j++) {
-            const uint16_t got = tiles[(i / 2 * 16 + j) * 2 + i % 2];
-            const uint16_t want = i < K && j < n ? ((const uint16_t *)rows[j])[i] : 0;
+        for (int64_t j = 0; j < n; j++) {
+            const uint16_t got = tiles[(i / 2 * n + j) * 2 + i % 2];
+            const uint16_t want = i < K ? ((const uint16_t *)rows[j])[i] : 0;
             if (got != want) {
                 check_fail("k %" PRId64 " of row %" PRId64 " is %04x, not %04x", i, j, got, want);
                 return;
@@ -83,11 +83,11 @@ void check_pack_tiles(const check_kernel *k, int64_t index)
 void check_gemm_direct(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(gemm, fmoe_gemm_direct_fn, k, &check_table);
-    static const int64_t ns[] = {32, 1, 15, 16, 17, 31}, row_counts[] = {1, 15, 16, 17, 32, 33, 48, 65};
+    static const int64_t ns[] = {32, 1, 15, 16, 17, 31, 33, 64}, row_counts[] = {1, 15, 16, 17, 32, 33, 48, 65};
     const int64_t rows = index < 8 ? row_counts[index] : 1 + check_below(70);
-    const int64_t n = check_below(2) ? 32 : check_below(2) ? ns[check_below(6)] : 1 + check_below(32);
+    const int64_t n = check_below(2) ? 32 : check_below(2) ? ns[check_below(8)] : 1 + check_below(70);
     const int64_t K = check_below(2) ? CHECK_PICK(2, 31, 32, 33, 64, 96, 320) : 1 + check_below(300);
-    const int64_t stride = K + check_below(40), ldc = 32 + check_below(40);
+    const int64_t stride = K + check_below(40), ldc = n + check_below(40);
     check_note("rows=%" PRId64 " K=%" PRId64 " n=%" PRId64 " stride=%" PRId64, rows, K, n, stride);
     const void **a = draw_rows(rows, K);
     uint16_t *w = check_guarded((size_t)((n - 1) * stride + K) * 2, 2);

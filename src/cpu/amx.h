@@ -31,15 +31,18 @@ typedef struct amx_shape {
     uint8_t rows[16];
 } amx_shape;
 
-static inline amx_shape amx_shape_of(const uint8_t rows[8])
+/* Tile i: rows[i] of columns[i] units of 32 bits. */
+static inline amx_shape amx_shape_of(const uint8_t rows[8], const uint8_t columns[8])
 {
     amx_shape s = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         s.rows[i] = rows[i];
-        s.row_bytes[i] = rows[i] ? 64 : 0;
+        s.row_bytes[i] = rows[i] ? 4 * columns[i] : 0;
     }
     return s;
 }
+
+static const uint8_t tiles_whole[8] = {16, 16, 16, 16, 16, 16, 16, 16};
 
 /* c + a . b in software, for the first `rows` rows of c and a. FMAs of AVX-512 with flush-to-zero and
  * denormals-are-zero round as the tile unit does. */
@@ -71,9 +74,9 @@ static inline void amx_emulated_dot(int rows, float *c, const uint32_t *a, const
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(p), "r"((int64_t)(stride)) : "memory")
 #define tile_zero(t) __asm__ volatile("tilezero %%tmm" #t ::)
 #define tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-static inline void tile_configure(const uint8_t rows[8]) /* and all of them to zero */
+static inline void tile_configure(const uint8_t rows[8], const uint8_t columns[8]) /* and all of them to zero */
 {
-    const amx_shape shape = amx_shape_of(rows);
+    const amx_shape shape = amx_shape_of(rows, columns);
     __asm__ volatile("ldtilecfg %0" : : "m"(shape));
 }
 static inline void tile_release(void) { __asm__ volatile("tilerelease" : :); }
@@ -93,10 +96,10 @@ static inline int amx_rows(int t)
     return amx_state.shape.rows[t];
 }
 
-static inline void tile_configure(const uint8_t rows[8])
+static inline void tile_configure(const uint8_t rows[8], const uint8_t columns[8])
 {
     memset(&amx_state, 0, sizeof amx_state);
-    amx_state.shape = amx_shape_of(rows);
+    amx_state.shape = amx_shape_of(rows, columns);
 }
 static inline void tile_release(void) { memset(&amx_state, 0, sizeof amx_state); }
 static inline void tile_zero(int t)
@@ -108,15 +111,19 @@ static inline void tile_load(int t, const void *p, int64_t stride)
 {
     const int rows = amx_rows(t);
     memset(amx_state.tile[t], 0, TILE_BYTES);
-    for (int i = 0; i < rows; i++) memcpy(amx_state.tile[t] + 16 * i, (const char *)p + i * stride, 64);
+    for (int i = 0; i < rows; i++)
+        memcpy(amx_state.tile[t] + 16 * i, (const char *)p + i * stride, amx_state.shape.row_bytes[t]);
 }
 static inline void tile_store(int t, void *p, int64_t stride)
 {
-    for (int i = 0; i < amx_rows(t); i++) memcpy((char *)p + i * stride, amx_state.tile[t] + 16 * i, 64);
+    for (int i = 0; i < amx_rows(t); i++)
+        memcpy((char *)p + i * stride, amx_state.tile[t] + 16 * i, amx_state.shape.row_bytes[t]);
 }
 static inline void tile_dot(int c, int a, int b)
 {
-    if (amx_rows(c) != amx_rows(a) || amx_rows(b) != 16 || c == a || c == b || a == b) __builtin_trap();
+    const uint16_t *bytes = amx_state.shape.row_bytes;
+    if (amx_rows(c) != amx_rows(a) || amx_rows(b) != 16 || bytes[a] != 64 || bytes[c] != bytes[b]) __builtin_trap();
+    if (c == a || c == b || a == b) __builtin_trap();
     float sums[16 * 16];
     memcpy(sums, amx_state.tile[c], sizeof sums);
     amx_emulated_dot(amx_rows(c), sums, amx_state.tile[a], amx_state.tile[b]);

@@ -57,11 +57,14 @@ static void make_tiles(const fmoe_plan_impl *p, const fmoe_cpu_plan *cpu, const 
     if (run.tasks.n) fmoe_parallel(p, tiles_worker, &run);
 }
 
-/* The tiles from the block on that row is in; *lead: how many rows before it. */
-static const void *tiles_at(const fmoe_groups *g, int64_t e, int64_t row, int64_t K, int64_t *lead)
+/* The tiles from the block on that row is in; *lead: how many rows before it, *blocks: rows of the blocks that `rows`
+ * from there are in. */
+static const void *tiles_at(const fmoe_groups *g, int64_t e, int64_t row, int64_t rows, int64_t K, int64_t *lead,
+                            int64_t *blocks)
 {
     const int64_t at = row - g->off[e];
     *lead = at % 16;
+    *blocks = fmoe_min(fmoe_ceil_div(*lead + rows, 16) * 16, g->off[e + 1] - row + *lead);
     return (const char *)g->gathered + (g->block[e] + at / 16) * steps_of(K) * 1024;
 }
 
@@ -101,13 +104,11 @@ static bool fits(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stac
 
 static const char *weights_at(const fmoe_view *v, int64_t n0) { return v->p + n0 * v->sn * 2; }
 
-/* c[rows][64]: up to 64 columns of v, 32 at a time; `next`: the weights after them. */
+/* c[rows][64]: up to 64 columns of v; `next`: the weights after them. */
 static void multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
                      int64_t n, float *c, const char *next)
 {
-    for (int64_t j = 0; j < n; j += 32)
-        cpu->k.gemm_direct(rows, v->K, tiles, weights_at(v, n0 + j), v->sn * 2, fmoe_min(32, n - j), c + j, FMOE_NB,
-                           j + 32 < n ? weights_at(v, n0 + j + 32) : next);
+    cpu->k.gemm_direct(rows, v->K, tiles, weights_at(v, n0), v->sn * 2, n, c, FMOE_NB, next);
 }
 
 /* ---- into the experts ---- */
@@ -155,8 +156,8 @@ static void in_worker(void *arg, int worker)
     in_task now, next = {0};
     for (bool more = in_next(&walk, &now); more; now = next) {
         more = in_next(&walk, &next);
-        int64_t lead;
-        const void *tiles = tiles_at(job->g, now.e, now.row, now.v[0].K, &lead);
+        int64_t lead, blocks; /* none, and all of now.rows: tasks begin and end with a block */
+        const void *tiles = tiles_at(job->g, now.e, now.row, now.rows, now.v[0].K, &lead, &blocks);
         if (now.n < width) memset(c, 0, (size_t)(now.rows * FMOE_NB) * sizeof *c);
         for (int i = 0; i < job->n_w; i++) {
             const bool last = i + 1 == job->n_w;
@@ -203,10 +204,10 @@ static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, const out_task 
     const char *fetch = after < g->E && next.sn == v.sn ? weights_at(&next, t->n0) : NULL;
     const int64_t end = fmoe_first_row(g, e, t->t1);
     for (int64_t row = fmoe_first_row(g, e, t->t0), rows; row < end; row += rows) {
-        int64_t lead;
-        const void *tiles = tiles_at(g, e, row, v.K, &lead);
+        int64_t lead, blocks;
         rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
-        multiply(job->cpu, &v, tiles, lead + rows, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : fetch);
+        const void *tiles = tiles_at(g, e, row, rows, v.K, &lead, &blocks);
+        multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : fetch);
         fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }
 }

@@ -13,20 +13,29 @@
 
 /* ---- packing ---- */
 
-/* Pairs of k are neighbours in memory already: a transposition of 32-bit units. Missing rows and k are zeros. */
+/* Pairs of k are neighbours in memory already: a transposition of 32-bit units, n of them in a row of a tile. One row
+ * is its own. Missing k are zeros. */
 void fmoe_pack_tiles_amx_bf16(void *tiles, int64_t K, const void *const *rows, int64_t n)
 {
     char *to = tiles;
-    for (int64_t k0 = 0; k0 < K; k0 += TILE_K, to += TILE_BYTES) {
+    for (int64_t k0 = 0; k0 < K; k0 += TILE_K, to += 4 * TILE_ROWS * n) {
         const __mmask32 m = first_k(K - k0);
+        if (n == 1) {
+            _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(m, (const uint16_t *)rows[0] + k0));
+            continue;
+        }
         __m512 r[16];
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++)
             r[i] = i < n ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(m, (const uint16_t *)rows[i] + k0))
                          : _mm512_setzero_ps();
         transpose16(r);
+        if (n == 16) {
 #pragma GCC unroll 16
-        for (int p = 0; p < 16; p++) _mm512_storeu_ps(to + 64 * p, r[p]);
+            for (int p = 0; p < 16; p++) _mm512_storeu_ps(to + 64 * p, r[p]);
+        } else {
+            for (int p = 0; p < 16; p++) _mm512_mask_storeu_ps(to + 4 * n * p, first_n(n), r[p]);
+        }
     }
 }
 
@@ -62,33 +71,68 @@ void fmoe_pack_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *row
 
 /* ---- the product ---- */
 
-static inline void step_32x32(const char *w0, const char *w1, int64_t stride, const char *x0, const char *x1)
+/* x0, x1: two tiles of x, n0 and n1 of whose rows there are. */
+static inline void step_32x32(const char *w0, const char *w1, int64_t stride, const char *x0, const char *x1,
+                              int64_t n1)
 {
     tile_load(4, w0, stride);
     tile_load(6, x0, 64);
     tile_dot(0, 4, 6);
-    tile_load(7, x1, 64);
+    tile_load(7, x1, 4 * n1);
     tile_dot(1, 4, 7);
     tile_load(5, w1, stride);
     tile_dot(2, 5, 6);
     tile_dot(3, 5, 7);
 }
 
-static inline void step_32x16(const char *w0, const char *w1, int64_t stride, const char *x)
+static inline void step_32x16(const char *w0, const char *w1, int64_t stride, const char *x, int64_t n)
 {
-    tile_load(6, x, 64);
+    tile_load(6, x, 4 * n);
     tile_load(4, w0, stride);
     tile_dot(0, 4, 6);
     tile_load(5, w1, stride);
     tile_dot(2, 5, 6);
 }
 
-/* The weights of one call: whole steps where they lie, the last, incomplete one copied and padded with zeros. */
+/* Up to 32 weights: whole steps where they lie, the last, incomplete one copied and padded with zeros. Where there is
+ * no second tile of them, the first again. */
 typedef struct weights {
     const char *at[2];
+    int64_t n[2];
     int64_t stride, full_steps, steps;
     tile last[2];
 } weights;
+
+static void weights_of(weights *w, const char *at, int64_t stride, int64_t n, int64_t K)
+{
+    w->at[0] = at;
+    w->at[1] = n > 16 ? at + 16 * stride : at;
+    w->n[0] = fmoe_min(n, 16);
+    w->n[1] = n > 16 ? n - 16 : n;
+    w->stride = stride;
+    w->full_steps = K / TILE_K;
+    w->steps = fmoe_ceil_div(K, TILE_K);
+    for (int h = 0; h < 2 && w->full_steps < w->steps; h++)
+        for (int64_t j = 0; j < w->n[h]; j++)
+            _mm512_store_si512(
+                w->last[h].bytes + 64 * j,
+                _mm512_maskz_loadu_epi16(first_k(K % TILE_K), w->at[h] + j * stride + 64 * w->full_steps));
+}
+
+/* Tiles as large as there are weights and rows; a change of size takes 0.1 us. */
+typedef struct sizes {
+    int64_t weights[2], rows;
+} sizes;
+
+static void configure(sizes *now, const weights *w, int64_t rows)
+{
+    const sizes want = {{w->n[0], w->n[1]}, rows};
+    if (now->rows == want.rows && now->weights[0] == want.weights[0] && now->weights[1] == want.weights[1]) return;
+    *now = want;
+    const uint8_t u = (uint8_t)w->n[0], l = (uint8_t)w->n[1], r = (uint8_t)fmoe_min(rows, 16),
+                  s = (uint8_t)(rows > 16 ? rows - 16 : rows);
+    tile_configure((const uint8_t[8]){u, u, l, l, u, l, 16, 16}, (const uint8_t[8]){r, s, r, s, 16, 16, r, s});
+}
 
 /* A line of each of n rows. */
 static inline void fetch_lines(const char *at, int64_t stride, int64_t n)
@@ -96,35 +140,37 @@ static inline void fetch_lines(const char *at, int64_t stride, int64_t n)
     for (int64_t j = 0; j < n; j++) _mm_prefetch(at + j * stride, _MM_HINT_T1);
 }
 
-/* Sums transposed, [32 weights][32 rows]; `both`: of 32 rows of x, else of 16. Of the next weights, n rows are fetched.
- */
-static void block(const weights *w, const char *x, bool both, float *sums, const char *next, int64_t n)
+/* Sums transposed, [32 weights][32 rows], of up to 32 rows of x; one row alone: its 16 sums side by side. Of the next
+ * weights, n rows are fetched. */
+static void block(const weights *w, const char *x, int64_t rows, float *sums, const char *next, int64_t n)
 {
-    const char *x1 = x + w->steps * TILE_BYTES;
     const bool odd = w->full_steps < w->steps;
     tile_zero(0);
     tile_zero(2);
-    if (both) {
+    if (rows > 16) {
+        const char *x1 = x + w->steps * TILE_BYTES;
+        const int64_t n1 = rows - 16, step1 = 4 * TILE_ROWS * n1;
         tile_zero(1);
         tile_zero(3);
         for (int64_t s = 0; s < w->full_steps; s++) {
-            step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * TILE_BYTES);
+            step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * step1, n1);
             fetch_lines(next + 64 * s, w->stride, n);
         }
         if (odd)
             step_32x32(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES,
-                       x1 + w->full_steps * TILE_BYTES);
+                       x1 + w->full_steps * step1, n1);
         tile_store(1, sums + 16, 128);
         tile_store(3, sums + 16 * 32 + 16, 128);
     } else {
+        const int64_t step = 4 * TILE_ROWS * rows;
         for (int64_t s = 0; s < w->full_steps; s++) {
-            step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES);
+            step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * step, rows);
             fetch_lines(next + 64 * s, w->stride, n);
         }
-        if (odd) step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES);
+        if (odd) step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * step, rows);
     }
-    tile_store(0, sums, 128);
-    tile_store(2, sums + 16 * 32, 128);
+    tile_store(0, sums, rows == 1 ? 4 : 128);
+    tile_store(2, sums + 16 * 32, rows == 1 ? 4 : 128);
 }
 
 /* c[i][j] = sums[j][i], i < rows <= 16, j < n <= 16. */
@@ -147,29 +193,28 @@ void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const
                                float *c, int64_t ldc, const void *next)
 {
     _Alignas(64) float sums[32 * 32] = {0};
-    /* Fewer than 32 weights: tiles of as many rows as there are, and where there is no second tile, the first again. */
-    const int64_t upper = fmoe_min(n, 16), lower = n > 16 ? n - 16 : upper;
-    weights a = {.at = {w, n > 16 ? (const char *)w + 16 * w_stride : w},
-                 .stride = w_stride,
-                 .full_steps = K / TILE_K,
-                 .steps = fmoe_ceil_div(K, TILE_K)};
-    for (int h = 0; h < 2 && a.full_steps < a.steps; h++)
-        for (int64_t j = 0; j < (h ? lower : upper); j++)
-            _mm512_store_si512(
-                a.last[h].bytes + 64 * j,
-                _mm512_maskz_loadu_epi16(first_k(K % TILE_K), a.at[h] + j * w_stride + 64 * a.full_steps));
-    const uint8_t u = (uint8_t)upper, l = (uint8_t)lower;
-    tile_configure((const uint8_t[8]){u, u, l, l, u, l, 16, 16});
-    const char *fetch = next ? next : w;
-    int64_t left = next ? 32 : 0; /* rows of the next weights: each block of x fetches its share of them */
-    for (const char *x = tiles; rows > 0; rows -= 32, c += 32 * ldc, x += 2 * a.steps * TILE_BYTES) {
-        const int64_t share = fmoe_ceil_div(left, fmoe_ceil_div(rows, 32));
-        block(&a, x, rows > 16, sums, fetch, share);
-        fetch += share * w_stride;
-        left -= share;
-        for (int64_t i = 0; i < fmoe_min(rows, 32); i += 16)
-            for (int64_t j = 0; j < n; j += 16)
-                turn(sums + j * 32 + i, fmoe_min(16, rows - i), n - j, c + i * ldc + j, ldc);
+    weights a;
+    sizes now = {0};
+    for (const char *at = w; n > 0; n -= 32, at += 32 * w_stride, c += 32) {
+        const int64_t columns = fmoe_min(n, 32);
+        weights_of(&a, at, w_stride, columns, K);
+        const char *x = tiles, *fetch = n > 32 ? at + 32 * w_stride : next ? next : w;
+        int64_t left =
+            n > 32 || next ? 32 : 0; /* rows of the next weights: each block of x fetches its share of them */
+        for (int64_t i = 0; i < rows; i += 32, x += 2 * a.steps * TILE_BYTES) {
+            const int64_t m = fmoe_min(32, rows - i), share = fmoe_ceil_div(left, fmoe_ceil_div(rows - i, 32));
+            configure(&now, &a, m);
+            block(&a, x, m, sums, fetch, share);
+            fetch += share * w_stride;
+            left -= share;
+            float *const to = c + i * ldc;
+            for (int64_t j = 0; j < columns; j += 16) {
+                if (m == 1) _mm512_mask_storeu_ps(to + j, first_n(columns - j), _mm512_load_ps(sums + j * 32));
+                else
+                    for (int64_t q = 0; q < m; q += 16)
+                        turn(sums + j * 32 + q, fmoe_min(16, m - q), columns - j, to + q * ldc + j, ldc);
+            }
+        }
     }
     tile_release();
 }

@@ -151,8 +151,8 @@ static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ld
 static void shape_tiles(int64_t n)
 {
     const uint8_t upper = (uint8_t)fmoe_min(n, TILE_ROWS), lower = (uint8_t)(n - upper);
-    if (lower) tile_configure((const uint8_t[8]){upper, upper, lower, lower, upper, lower, 16, 16});
-    else tile_configure((const uint8_t[8]){upper, upper, upper, upper, upper, 16, 16, 16});
+    if (lower) tile_configure((const uint8_t[8]){upper, upper, lower, lower, upper, lower, 16, 16}, tiles_whole);
+    else tile_configure((const uint8_t[8]){upper, upper, upper, upper, upper, 16, 16, 16}, tiles_whole);
 }
 
 static void add_sums(float *c, int64_t ldc, const float *sums, int64_t rows)
@@ -257,7 +257,7 @@ void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const voi
 /* Four chains of tile products, no loads. */
 double fmoe_peak_bf16_amx_bf16(int64_t rounds)
 {
-    tile_configure((const uint8_t[8]){16, 16, 16, 16, 16, 16, 16, 16});
+    tile_configure(tiles_whole, tiles_whole);
     for (int64_t r = 0; r < rounds; r++) {
         tile_dot(0, 4, 6);
         tile_dot(1, 4, 7);

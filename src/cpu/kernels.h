@@ -58,8 +58,9 @@ typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *cons
 /* n columns of kc rows of bf16, transposed: dst[j][k], each column ceil(kc/32)*32 long, padded with zeros. */
 typedef void fmoe_pack_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
 
-/* Weights where they lie (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n <= 32 weights, w_stride
- * bytes apart. x is in tiles: 16 rows at a time, ceil(K/32) tiles each, as pack_tiles makes them of up to 16 rows.
+/* Weights where they lie (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n weights, w_stride bytes
+ * apart. x is in tiles: 16 rows at a time, in room for ceil(K/32) tiles each, as pack_tiles makes them of n <= 16 rows:
+ * 16 pairs of k, each n units long, so that few rows stay in L1 whatever K is.
  * `next`: where the weights of the next call begin, as far apart, which are brought into L2 meanwhile; NULL: unknown.
  */
 typedef void fmoe_pack_tiles_fn(void *tiles, int64_t K, const void *const *rows, int64_t n);

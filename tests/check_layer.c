@@ -374,7 +374,7 @@ static fmoe_desc draw_desc(int64_t index)
 
 static int64_t draw_T(const fmoe_desc *d, int64_t index)
 {
-    const int64_t T = index < 2 ? index : CHECK_PICK(1, 2, 5, 6, 7, 13, 64, 65), room = 3000000 / (d->k * d->H * d->I);
+    const int64_t T = index < 2 ? index : CHECK_PICK(1, 2, 5, 6, 7, 13, 64, 65, 300), room = 3000000 / (d->k * d->H * d->I);
     return fmoe_min(T, fmoe_max(room, 1)); /* the double loops are slow */
 }
 

@@ -86,7 +86,7 @@ static void dh_block(const dh_ctx *x, int64_t row, int64_t rows, int64_t n0, int
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
     const int64_t at = row * p->h_cols + n0, up = p->gated ? p->d.I : 0;
-    float weights[FMOE_TASK_ROWS], spare[3][FMOE_NB];
+    float weights[FMOE_ROW_BLOCK], spare[3][FMOE_NB];
     for (int64_t i = 0; i < rows; i++)
         weights[i] = fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), x->g->slot[row + i]);
     fmoe_act_rows r = {.m = rows,

@@ -14,16 +14,20 @@ typedef struct gmm_draw {
 
 static int plan_or_f32(int dtype) { return check_below(2) ? dtype : FMOE_F32; }
 
+/* Every fourth draw: one group with more rows than any block of rows has, and little else to do. */
+static bool many_rows(int64_t index) { return index % 4 == 2; }
+
 /* Sizes with empty groups, one that takes all, and rows past the last group. */
 static void draw_sizes(gmm_draw *g, int64_t index)
 {
     int64_t total = 0, *size = check_alloc((size_t)g->E * sizeof *size);
     const int64_t kind = check_below(4), one = check_below(g->E);
     for (int64_t e = 0; e < g->E; e++) {
-        size[e] = index == 0       ? 0
-                  : kind == 0      ? (e == one ? 1 + check_below(70) : 0)
-                  : check_below(3) ? check_below(14)
-                                   : 0;
+        size[e] = index == 0                     ? 0
+                  : e == one && many_rows(index) ? 500 + check_below(600)
+                  : kind == 0                    ? (e == one ? 1 + check_below(70) : 0)
+                  : check_below(3)               ? check_below(14)
+                                                 : 0;
         total += size[e];
     }
     g->R = total + (check_below(3) ? 0 : check_below(4));
@@ -40,7 +44,8 @@ static void draw_sizes(gmm_draw *g, int64_t index)
 static void begin(gmm_draw *g, int64_t index, bool list)
 {
     *g = (gmm_draw){.d = FMOE_DESC_INIT, .E = CHECK_PICK(1, 2, 3, 5, 9), .K = check_size(200), .N = check_size(200)};
-    if (check_below(12) == 0 && !check_quick) g->K = CHECK_PICK(511, 512, 513, 1023, 1025);
+    if (many_rows(index)) g->K = check_size(20), g->N = check_size(20);
+    else if (check_below(12) == 0 && !check_quick) g->K = CHECK_PICK(511, 512, 513, 1023, 1025);
     g->dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
     g->y_dtype = plan_or_f32(g->dtype);
     g->grad = plan_or_f32(g->dtype);

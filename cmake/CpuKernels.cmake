@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
-# no instruction of a level runs on a CPU without it. rows_tmpl.c (elementwise rows) is compiled once per level.
+# no instruction of a level runs on a CPU without it. rows_tmpl.c and blocks_tmpl.c (elementwise rows) are compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
             src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
@@ -17,18 +17,19 @@ function(fmoe_isa level)
   target_compile_definitions(fmoe_cpu_${level} PRIVATE FMOE_ISA=${level})
   if(FMOE_SANITIZE) # checks at every index of an unrolled tile: minutes at -O2; of clang's levels -O0 alone does not unroll
     target_compile_options(fmoe_cpu_${level} PRIVATE $<IF:$<C_COMPILER_ID:GNU>,-Og,-O0>)
+    target_compile_definitions(fmoe_cpu_${level} PRIVATE FMOE_SANITIZED)
   endif()
   set(FMOE_CPU_OBJECTS ${FMOE_CPU_OBJECTS} $<TARGET_OBJECTS:fmoe_cpu_${level}> PARENT_SCOPE)
 endfunction()
 
-fmoe_isa(c SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_c.c)
+set(rows src/cpu/rows_tmpl.c src/cpu/blocks_tmpl.c)
+fmoe_isa(c SOURCES ${rows} src/cpu/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx2.c src/cpu/quads_avx2.c
-                        src/cpu/outer_avx2.c FLAGS ${avx2})
-  fmoe_isa(avx512 SOURCES src/cpu/rows_tmpl.c src/cpu/gemm_avx512.c src/cpu/outer_avx512.c FLAGS ${avx512})
-  fmoe_isa(avx512_bf16 SOURCES src/cpu/gemm_avx512_bf16.c src/cpu/outer_avx512.c FLAGS ${avx512} -mavx512bf16)
+  fmoe_isa(avx2 SOURCES ${rows} src/cpu/gemm_avx2.c src/cpu/quads_avx2.c src/cpu/outer_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx512 SOURCES ${rows} src/cpu/gemm_avx512.c src/cpu/outer_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx512_bf16 SOURCES src/cpu/blocks_tmpl.c src/cpu/gemm_avx512_bf16.c src/cpu/outer_avx512.c FLAGS ${avx512} -mavx512bf16)
   fmoe_isa(amx_bf16 SOURCES src/cpu/gemm_amx_bf16.c src/cpu/direct_amx_bf16.c FLAGS ${avx512} -mavx512bf16)
   if(FMOE_AMX_EMULATE)
     target_compile_definitions(fmoe_cpu PRIVATE FMOE_AMX_EMULATE)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * activation.c - the activation as an operation of its own, in pieces of 64 columns through f32. */
+ * activation.c - the activation as an operation of its own, in blocks of 64 columns through f32. */
 #include "cpu/cpu.h"
 
 enum { GRAIN = 16 };
@@ -55,29 +55,39 @@ static void store_dh(const act_ctx *x, int64_t r, int64_t n0, int64_t n, const f
     }
 }
 
+/* Columns [n0, n0+n) of rows [r, r+m). */
+static void act_block(const act_ctx *x, int64_t r, int64_t m, int64_t n0, int64_t n)
+{
+    const fmoe_kernels *k = &fmoe_cpu(x->p)->k;
+    const int dtype = x->p->d.dtype;
+    float g[GRAIN][FMOE_NB], u[GRAIN][FMOE_NB], a[GRAIN][FMOE_NB], da[GRAIN][FMOE_NB], p[GRAIN], dot[GRAIN];
+    for (int64_t i = 0; i < m; i++) {
+        load_h(x, r + i, n0, n, g[i], u[i]);
+        if (x->backward) fmoe_load_row(k, dtype, da[i], at(x->a->da, r + i, n0), n);
+        p[i] = 1;
+    }
+    if (x->backward) { /* dh over h, and nobody reads a */
+        fmoe_act_rows rows = {
+            .m = m, .n = n, .g = g, .u = u, .dg = g, .du = u, .pa = a, .da = da[0], .p = p, .dot = dot};
+        rows.h_stride = rows.dh_stride = FMOE_NB;
+        rows.h_type = rows.type = FMOE_F32;
+        k->act_backward(&x->act, &rows);
+    } else {
+        k->act_block(&x->act, g[0], u[0], m, n, a, FMOE_NB, FMOE_F32);
+    }
+    for (int64_t i = 0; i < m; i++) {
+        if (x->backward) store_dh(x, r + i, n0, n, g[i], u[i]);
+        else fmoe_store_row(k, dtype, at(x->a->a, r + i, n0), a[i], n);
+    }
+}
+
 static void act_rows(void *arg, int64_t begin, int64_t end)
 {
     const act_ctx *x = arg;
-    const fmoe_kernels *k = &fmoe_cpu(x->p)->k;
-    const int dtype = x->p->d.dtype;
-    float g[FMOE_NB], u[FMOE_NB], a[FMOE_NB], da[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], dot;
-    const float one = 1;
-    fmoe_act_rows row = {.m = 1, .g = g, .u = u, .dg = dg, .du = du, .pa = a, .da = da, .p = &one, .dot = &dot};
-    row.h_type = row.type = FMOE_F32;
-    for (int64_t r = begin; r < end; r++)
-        for (int64_t n0 = 0; n0 < x->p->d.I; n0 += FMOE_NB) {
-            const int64_t n = fmoe_min(FMOE_NB, x->p->d.I - n0);
-            load_h(x, r, n0, n, g, u);
-            if (!x->backward) {
-                k->act_forward(&x->act, g, u, a, n);
-                fmoe_store_row(k, dtype, at(x->a->a, r, n0), a, n);
-                continue;
-            }
-            fmoe_load_row(k, dtype, da, at(x->a->da, r, n0), n);
-            row.n = n;
-            k->act_backward(&x->act, &row);
-            store_dh(x, r, n0, n, dg, du);
-        }
+    const int64_t I = x->p->d.I;
+    for (int64_t r = begin; r < end; r += GRAIN)
+        for (int64_t n0 = 0; n0 < I; n0 += FMOE_NB)
+            act_block(x, r, fmoe_min(GRAIN, end - r), n0, fmoe_min(FMOE_NB, I - n0));
 }
 
 static fmoe_status run_activation(const fmoe_plan_impl *p, const fmoe_activation_args *a, bool backward)

@@ -114,41 +114,34 @@ static void dh_block(const dh_ctx *x, int64_t row, int64_t rows, int64_t n0, int
     cpu->k.act_backward(&x->act, &r);
 }
 
-/* The same row by row, where h is f16 or the columns of dh take turns. */
+/* The same row by row, where gate and up take turns in dh. */
 static void dh_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n, const float *c)
 {
     const fmoe_plan_impl *p = x->p;
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
-    const fmoe_kernels *k = &cpu->k;
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(cpu->work_type);
-    const int64_t at = r * p->h_cols + n0, up = p->gated ? p->d.I : 0;
+    const char *const h = x->h + (r * p->h_cols + n0) * he;
     const float weight = fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), x->g->slot[r]);
-    float g[FMOE_NB], u[FMOE_NB], dg[FMOE_NB], du[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
-    if (p->gated) fmoe_load_row(k, p->d.dtype, g, x->h + at * he, n);
-    fmoe_load_row(k, p->d.dtype, u, x->h + (at + up) * he, n);
-    fmoe_act_rows row = {.m = 1, .n = n, .g = g, .u = u, .dg = dg, .du = du, .pa = pa, .da = c, .p = &weight};
-    row.h_type = row.type = FMOE_F32;
+    float dg[FMOE_NB], du[FMOE_NB], pa[FMOE_NB], both[2 * FMOE_NB];
+    fmoe_act_rows row = {
+        .m = 1, .n = n, .g = h, .u = h + p->d.I * he, .dg = dg, .du = du, .pa = pa, .da = c, .p = &weight};
+    row.h_type = p->d.dtype;
+    row.type = FMOE_F32;
     row.dot = x->dp_parts + n0 / FMOE_NB * x->g->R + r;
-    k->act_backward(&x->act, &row);
-    if (x->pa) fmoe_store_row(k, cpu->work_type, x->pa + (r * p->d.I + n0) * we, pa, n);
-    if (!x->dh) return;
-    for (int64_t j = 0; j < n && x->interleaved; j++) {
+    cpu->k.act_backward(&x->act, &row);
+    for (int64_t j = 0; j < n; j++) {
         both[2 * j] = dg[j];
         both[2 * j + 1] = du[j];
     }
-    if (x->interleaved) {
-        fmoe_store_row(k, cpu->work_type, x->dh + (r * p->h_cols + 2 * n0) * we, both, 2 * n);
-    } else {
-        if (p->gated) fmoe_store_row(k, cpu->work_type, x->dh + at * we, dg, n);
-        fmoe_store_row(k, cpu->work_type, x->dh + (at + up) * we, du, n);
-    }
+    if (x->pa) fmoe_store_row(&cpu->k, cpu->work_type, x->pa + (r * p->d.I + n0) * we, pa, n);
+    if (x->dh) fmoe_store_row(&cpu->k, cpu->work_type, x->dh + (r * p->h_cols + 2 * n0) * we, both, 2 * n);
 }
 
 static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     (void)e;
     const dh_ctx *x = arg;
-    if (!x->interleaved && x->p->d.dtype != FMOE_F16) dh_block(x, row, rows, n0, n, c);
+    if (!x->interleaved) dh_block(x, row, rows, n0, n, c);
     else
         for (int64_t i = 0; i < rows; i++) dh_row(x, row + i, n0, n, c + i * FMOE_NB);
 }

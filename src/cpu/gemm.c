@@ -216,34 +216,25 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
-    float bias[FMOE_NB];
-    enum { AHEAD = 6 };
+    const int p_type = job->weights ? fmoe_tensor_dtype(job->weights) : 0;
+    float bias[FMOE_NB], p[FMOE_ROW_BLOCK];
     if (job->bias) {
         const int dtype = fmoe_tensor_dtype(job->bias);
         const int64_t at = e * fmoe_stride(job->bias, 0) + n0;
         fmoe_load_row(&cpu->k, dtype, bias, (const char *)fmoe_data(job->bias) + at * (int64_t)fmoe_dtype_size(dtype),
                       n);
     }
-    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
-        const int64_t r = row + i;
-        if (i + AHEAD < rows) { /* sums of many columns do not stay in L2 */
-            const float *next = s->sums + (g->token[r + AHEAD] - t0) * FMOE_NB;
-            for (int64_t j = 0; j < n; j += 16) __builtin_prefetch(next + j, 1, 3);
-        }
-        if (job->steps) fmoe_round_row(&cpu->k, job->steps, c, job->bias ? bias : NULL, n);
-        else if (job->bias) cpu->k.axpy(c, 1.0f, bias, n);
-        const int p_type = job->weights ? fmoe_tensor_dtype(job->weights) : 0;
-        const float p = job->weights ? fmoe_get_float(fmoe_data(job->weights), p_type, g->slot[r]) : 1.0f;
-        float *const sum = s->sums + (g->token[r] - t0) * FMOE_NB;
-        if (job->steps && job->steps == p_type) {
-            float py[FMOE_NB] = {0};
-            cpu->k.axpy(py, p, c, n);
-            fmoe_round_row(&cpu->k, job->steps, py, NULL, n);
-            cpu->k.axpy(sum, 1.0f, py, n);
-        } else {
-            cpu->k.axpy(sum, p, c, n);
-        }
+    for (int64_t i = 0; i < rows; i++) {
+        float *const y = c + i * FMOE_NB;
+        p[i] = job->weights ? fmoe_get_float(fmoe_data(job->weights), p_type, g->slot[row + i]) : 1.0f;
+        if (job->steps) fmoe_round_row(&cpu->k, job->steps, y, job->bias ? bias : NULL, n);
+        else if (job->bias) cpu->k.axpy(y, 1.0f, bias, n);
+        if (!job->steps || job->steps != p_type) continue;
+        for (int64_t j = 0; j < n; j++) y[j] *= p[i]; /* an operation of its own */
+        fmoe_round_row(&cpu->k, job->steps, y, NULL, n);
+        p[i] = 1.0f;
     }
+    cpu->k.add_rows(s->sums, g->token + row, t0, p, c, rows, n);
 }
 
 void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n)

@@ -79,11 +79,14 @@ typedef struct fmoe_act_params {
     int32_t steps; /* fmoe_dtype that every operation's result is rounded to, forward; 0: none */
 } fmoe_act_params;
 
-/* a[i] = act(g[i], u[i]); ungated activations read u only. */
-typedef void fmoe_act_forward_fn(const fmoe_act_params *act, const float *g, const float *u, float *a, int64_t n);
-/* Given da = dL/da of m rows of n columns: dg and du of p * da, p * a, and <da, a> in 16 partial sums. Rows of da are
- * FMOE_NB floats apart, the others as many elements as it says: 0 for those that nobody reads. h is f32 or bf16, and so
- * are dh and pa; dh may take h's place, element by element. Ungated: g and dg are not touched. */
+/* a = act(g, u) of a block of sums: m rows of n columns, FMOE_NB floats apart in g and u, to rows of a that are
+ * `stride` elements apart. Ungated activations read u only. */
+typedef void fmoe_act_block_fn(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n,
+                               void *a, int64_t stride, int type);
+
+/* Given da = dL/da of m rows of n columns: dg and du of p * da, p * a, and <da, a> in a fixed order. Rows of da are
+ * FMOE_NB floats apart, the others as many elements as it says: 0 for those that nobody reads. h has
+ * one type, dh and pa another; dh may take h's place, element by element. Ungated: g and dg are not touched. */
 typedef struct fmoe_act_rows {
     int64_t m, n;
     const void *g, *u;
@@ -95,11 +98,6 @@ typedef struct fmoe_act_rows {
 } fmoe_act_rows;
 
 typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const fmoe_act_rows *rows);
-
-/* The activation of a block of sums: m rows, FMOE_NB floats apart in g and u, to rows of a that are `stride` elements
- * apart, f32 or bf16. */
-typedef void fmoe_act_block_fn(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n,
-                               void *a, int64_t stride, int dtype);
 
 /* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. `past`: whole cache lines bypass
  * the cache, as a weight gradient's do, which is written once and not read soon. */
@@ -116,8 +114,12 @@ typedef struct fmoe_ahead {
 typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                            int64_t stride, int dtype, const fmoe_ahead *ahead);
 
+/* sums[token[r] - first][0..n-1] += p[r] * c[r][0..n-1], row after row; both matrices are 64 columns wide. */
+typedef void fmoe_add_rows_fn(float *sums, const int64_t *token, int64_t first, const float *p, const float *c,
+                              int64_t rows, int64_t n);
+
 typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n); /* y += s * x */
-typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* fixed order of 16 partial sums */
+typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* in a fixed order */
 typedef double fmoe_peak_fn(int64_t rounds); /* multiply-adds in registers; returns the flops done */
 
 typedef struct fmoe_kernels {

@@ -3,12 +3,14 @@
  * blocks_tmpl.c - what epilogues do with blocks of sums, up to 64 columns wide: activations and their gradients,
  * storing, adding to the sums of tokens. Compiled once per ISA level, by vectors of that level (vec.h).
  *
- * What a row has beyond whole steps passes through the same loop in a row of its own, so an element's bits do not
- * depend on where it stands. */
+ * Rows that are not whole steps pass through the same loops, in rows that are: an element's bits do not depend on where
+ * it stands. */
 #include "cpu/acts.h"
 #include "cpu/kernels.h"
 
 /* ---- forward ---- */
+
+static int64_t whole_steps(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 /* Rows lie pages apart, and no core's own prefetcher follows that. */
 enum { AHEAD = 6 };
@@ -40,47 +42,42 @@ INLINE void forward(act_fn *fn, const bool gated, const params p, const act_bloc
     }
 }
 
-/* x->n in whole steps. */
-static __attribute__((noinline)) void forward_rows(const fmoe_act_params *act, const act_block *x)
+INLINE void forward_any(const int act, const params p, const act_block *x)
 {
-    const float alpha = act->alpha, limit = act->limit;
 #define FORWARD(id, gated, fn)                                                                                         \
-    case id: forward(fn, gated, (params){alpha, limit, 0}, x); return;
-    switch (act->act) {
+    case id: forward(fn, gated, p, x); return;
+    switch (act) {
         ACTS(FORWARD)
     default: return;
     }
 }
 
-static __attribute__((noinline)) void forward_rows_in_steps(const fmoe_act_params *act, const act_block *x)
+static __attribute__((noinline)) void forward_rows(const fmoe_act_params *act, const act_block *x)
 {
-    params p = {act->alpha, 0, act->steps == FMOE_BF16 ? FMOE_BF16 : FMOE_F16};
-    p.limit = rounded(p.steps, splat(act->limit))[0];
-#define FORWARD_STEPS(id, gated, fn)                                                                                   \
-    case id: forward(fn, gated, p, x); return;
-    switch (act->act) {
-        ACTS(FORWARD_STEPS)
-    default: return;
-    }
+    forward_any(act->act, (params){act->alpha, act->limit, 0}, x);
+}
+
+static __attribute__((noinline)) void forward_in_steps(const fmoe_act_params *act, const act_block *x)
+{
+    forward_any(act->act, (params){act->alpha, rounded(act->steps, splat(act->limit))[0], act->steps}, x);
 }
 
 void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n, void *a,
                           int64_t stride, int type)
 {
-    const bool gated = act->act < FMOE_ACT_SILU;
-    const int64_t element = bytes_of(type), whole = n - n % STEP;
-    const size_t left = (size_t)(n - whole);
-    act_block x = {g, u, m, whole, a, stride * element, type};
-    (act->steps ? forward_rows_in_steps : forward_rows)(act, &x);
-    if (!left) return;
-    float gate[STEP] = {0}, up[STEP] = {0};
-    char out[STEP * 4];
-    const act_block part = {gate, up, 1, STEP, out, 0, type};
+    void (*const rows)(const fmoe_act_params *, const act_block *) = act->steps ? forward_in_steps : forward_rows;
+    const act_block x = {g, u, m, n, a, stride * bytes_of(type), type};
+    if (n % STEP == 0) {
+        rows(act, &x);
+        return;
+    }
+    float gate[FMOE_NB] = {0}, up[FMOE_NB] = {0}, out[FMOE_NB];
+    const act_block row = {gate, up, 1, whole_steps(n), (char *)out, 0, type};
     for (int64_t i = 0; i < m; i++) {
-        if (gated) memcpy(gate, g + i * FMOE_NB + whole, left * sizeof *gate);
-        memcpy(up, u + i * FMOE_NB + whole, left * sizeof *up);
-        (act->steps ? forward_rows_in_steps : forward_rows)(act, &part);
-        memcpy(x.a + i * x.stride + whole * element, out, left * (size_t)element);
+        if (act->act < FMOE_ACT_SILU) memcpy(gate, g + i * FMOE_NB, (size_t)n * sizeof *g);
+        memcpy(up, u + i * FMOE_NB, (size_t)n * sizeof *u);
+        rows(act, &row);
+        memcpy(x.a + i * x.stride, out, (size_t)(n * bytes_of(type)));
     }
 }
 
@@ -126,7 +123,6 @@ INLINE void backward(act_fn *fn, const bool gated, const fmoe_act_params *act, c
     }
 }
 
-/* x->n in whole steps. */
 static __attribute__((noinline)) void backward_rows(const fmoe_act_params *act, const fmoe_act_rows *x)
 {
 #define BACKWARD(id, gated, fn)                                                                                        \
@@ -139,29 +135,25 @@ static __attribute__((noinline)) void backward_rows(const fmoe_act_params *act, 
 
 void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 {
+    if (x->n % STEP == 0) {
+        backward_rows(act, x);
+        return;
+    }
     const bool gated = act->act < FMOE_ACT_SILU;
-    const int64_t whole = x->n - x->n % STEP, he = bytes_of(x->h_type), e = bytes_of(x->type);
-    const size_t left = (size_t)(x->n - whole), h_bytes = left * (size_t)he, bytes = left * (size_t)e;
-    fmoe_act_rows all = *x;
-    all.n = whole;
-    backward_rows(act, &all);
-    if (!left) return;
-    char g[STEP * 4] = {0}, u[STEP * 4] = {0}, dg[STEP * 4], du[STEP * 4], pa[STEP * 4];
-    float da[STEP] = {0}, dot;
-    fmoe_act_rows part = {.m = 1, .n = STEP, .g = g, .u = u, .dg = dg, .du = du, .pa = pa, .da = da, .dot = &dot};
-    part.h_type = x->h_type;
-    part.type = x->type;
+    const int64_t he = bytes_of(x->h_type), e = bytes_of(x->type);
+    const size_t h_bytes = (size_t)(x->n * he), bytes = (size_t)(x->n * e);
+    float g[FMOE_NB] = {0}, u[FMOE_NB] = {0}, da[FMOE_NB] = {0}, dg[FMOE_NB], du[FMOE_NB], pa[FMOE_NB];
     for (int64_t r = 0; r < x->m; r++) {
-        const int64_t h_at = (r * x->h_stride + whole) * he, dh_at = (r * x->dh_stride + whole) * e;
+        const int64_t h_at = r * x->h_stride * he, dh_at = r * x->dh_stride * e;
         if (gated) memcpy(g, (const char *)x->g + h_at, h_bytes);
         memcpy(u, (const char *)x->u + h_at, h_bytes);
-        memcpy(da, x->da + r * FMOE_NB + whole, left * sizeof *da);
-        part.p = x->p + r;
-        backward_rows(act, &part);
+        memcpy(da, x->da + r * FMOE_NB, (size_t)x->n * sizeof *da);
+        const fmoe_act_rows row = {1, whole_steps(x->n), g,       u,  dg,       du,        pa, 0, 0,
+                                   0, x->h_type,         x->type, da, x->p + r, x->dot + r};
+        backward_rows(act, &row);
         if (gated) memcpy((char *)x->dg + dh_at, dg, bytes);
         memcpy((char *)x->du + dh_at, du, bytes);
-        memcpy((char *)x->pa + (r * x->pa_stride + whole) * e, pa, bytes);
-        x->dot[r] += dot;
+        memcpy((char *)x->pa + r * x->pa_stride * e, pa, bytes);
     }
 }
 

@@ -44,9 +44,18 @@ INLINE vec load(const void *p)
     return x;
 }
 
-/* Of each level: at_most, at_least (NaN stays), above (x > limit ? yes : no), the sum of the lanes, put (to memory, or
- * past the cache to whole lines), and conversions (to nearest even; NaN stays) between two vectors and one of 16-bit
- * numbers. */
+INLINE vec numeric(vec x, vec yes, vec no);
+
+/* To nearest even in the upper halves; NaN stays. */
+INLINE bits bf16_rounded(vec x)
+{
+    const bits u = (bits)x, rounded = u + (((u >> 16) & 1u) + 0x7fffu);
+    return (bits)numeric(x, (vec)rounded, (vec)(u | 0x400000u));
+}
+
+/* Of each level: at_most, at_least (NaN stays), above (x > limit ? yes : no), numeric (not NaN), the sum of the lanes,
+ * put (to memory, or past the cache to whole lines), and conversions (to nearest even; NaN stays) between two vectors
+ * and one of 16-bit numbers. */
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
@@ -60,6 +69,10 @@ INLINE vec at_least(vec x, float bottom) { return _mm512_max_ps(_mm512_set1_ps(b
 INLINE vec above(vec x, float limit, vec yes, vec no)
 {
     return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ), no, yes);
+}
+INLINE vec numeric(vec x, vec yes, vec no)
+{
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), no, yes);
 }
 INLINE float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
 INLINE void put(void *p, vec x, const bool past)
@@ -88,13 +101,6 @@ INLINE vec2 bf16_widen(vec x)
     return (vec2){{(vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, at, (__m512i)x),
                    (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper, (__m512i)x)}};
 }
-INLINE bits bf16_rounded(vec x) /* in the upper halves */
-{
-    const __m512i u = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
-    const __m512i rounded = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return (bits)_mm512_mask_or_epi32(rounded, nan, u, _mm512_set1_epi32(0x400000));
-}
 #if defined(__AVX512BF16__) /* denormals become zeros, which is what the products of this level take them for */
 INLINE vec bf16_of(vec2 x) { return (vec)_mm512_cvtne2ps_pbh(x.v[1], x.v[0]); }
 #else
@@ -109,6 +115,7 @@ INLINE vec bf16_of(vec2 x)
 #else
 INLINE vec choose(ints mask, vec yes, vec no) { return (vec)(((ints)yes & mask) | ((ints)no & ~mask)); }
 INLINE vec above(vec x, float limit, vec yes, vec no) { return choose(x > limit, yes, no); }
+INLINE vec numeric(vec x, vec yes, vec no) { return choose(x == x, yes, no); }
 INLINE float sum_of(vec x)
 {
     float part[LANES];
@@ -117,12 +124,6 @@ INLINE float sum_of(vec x)
         for (int j = 0; j < half; j++) part[j] += part[j + half];
     return part[0];
 }
-INLINE bits bf16_rounded(vec x) /* in the upper halves */
-{
-    const bits u = (bits)x, rounded = u + (((u >> 16) & 1u) + 0x7fffu);
-    return (bits)choose(x == x, (vec)rounded, (vec)(u | 0x400000u));
-}
-
 #if defined(__AVX2__)
 INLINE vec at_most(vec x, float top) { return _mm256_min_ps(_mm256_set1_ps(top), x); }
 INLINE vec at_least(vec x, float bottom) { return _mm256_max_ps(_mm256_set1_ps(bottom), x); }

@@ -346,6 +346,10 @@ static inline const void *fmoe_row(const fmoe_rows *a, const fmoe_groups *g, int
     return a->base + (a->index ? a->index[r] : r) * a->stride;
 }
 
+/* `offset` bytes into each of n rows, from `row` on. */
+void fmoe_point(const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row, int64_t n, int64_t offset,
+                const void **to);
+
 /* ---- the operations, one file each ---- */
 
 fmoe_status fmoe_cpu_route_forward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);

@@ -27,13 +27,13 @@ typedef struct in_walk {
 } in_walk;
 
 /* The position moves along the order of groups with the claims, which only grow. */
-static bool in_next(void *state, fmoe_step *s)
+static bool in_next(void *state, fmoe_step *next)
 {
     in_walk *w = state;
+    fmoe_step *const s = &w->at;
     const fmoe_in_job *job = w->run->job;
     const fmoe_groups *g = job->g;
     const bool has_low = job->low.b[0].t;
-    *s = w->at;
     s->k0 += s->kc;
     if (s->rows && s->k0 >= s->v[0].K && has_low && s->a == &job->a) { /* the low-rank term */
         for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->low.b[i], s->e);
@@ -58,7 +58,7 @@ static bool in_next(void *state, fmoe_step *s)
     fmoe_take_k(job->cpu, g, s, s->a != &job->a);
     s->first = s->k0 == 0 && s->a == &job->a;
     s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
-    w->at = *s;
+    *next = *s;
     return true;
 }
 

@@ -169,22 +169,10 @@ fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scra
                        .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
 }
 
-/* A share of the work on the side, for one of `calls` products that are left, and what remains after it. */
-static fmoe_side side_share(fmoe_side *side, int64_t calls)
+/* The rows of A that a step multiplies, `from` and so many of them. */
+static void point(const fmoe_line *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
 {
-    fmoe_side share = *side;
-    share.pack.left = fmoe_ceil_div(side->pack.left, calls);
-    share.fetch.left = fmoe_ceil_div(side->fetch.left, calls);
-    return share;
-}
-
-static void side_rest(fmoe_side *side, const fmoe_side *share, int64_t calls)
-{
-    const int64_t pack = side->pack.left - fmoe_ceil_div(side->pack.left, calls);
-    const int64_t fetch = side->fetch.left - fmoe_ceil_div(side->fetch.left, calls);
-    *side = *share;
-    side->pack.left += pack;
-    side->fetch.left += fetch;
+    fmoe_point(s->a, l->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype), a);
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a
@@ -194,9 +182,7 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
     const void *a[FMOE_TASK_ROWS];
-    for (int64_t i = 0; i < s->rows; i++)
-        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) +
-               (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
+    point(l, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
         fmoe_side side = {.turns = l->cpu->intel};
         if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
@@ -219,8 +205,7 @@ static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     const void *a[FMOE_TASK_ROWS];
     halves(s, w);
     if (then && along(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
-    for (int64_t i = 0; i < s->rows; i++)
-        a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + i) + (s->a_column + s->k0) * element;
+    point(l, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
         fmoe_walk fetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
@@ -241,25 +226,27 @@ static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, 
     fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
                          : cpu->pairs          ? cpu->k.gemm_bf16
                                                : cpu->k.gemm_f32;
-    const int64_t offset = (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype);
     const bool widen = s->a->dtype != cpu->work_type;
     const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = fmoe_panels_in(s);
     const void *a[FMOE_TASK_ROWS];
     int64_t calls = fmoe_ceil_div(s->rows, block) * panels;
     for (int64_t r = 0; r < s->rows; r += block) {
         const int64_t rows = fmoe_min(block, s->rows - r);
-        for (int64_t i = 0; i < rows; i++) {
-            a[i] = (const char *)fmoe_row(s->a, l->g, s->e, s->row + r + i) + offset;
-            if (!widen) continue;
+        point(l, s, r, rows, a);
+        for (int64_t i = 0; i < rows && widen; i++) {
             float *wide = l->scratch->widened + i * FMOE_KC;
             fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
             a[i] = wide;
         }
-        for (int64_t j = 0; j < panels; j++, calls--) {
-            fmoe_side share = side_share(side, calls);
+        for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of the work on the side */
+            const int64_t pack = side->pack.left / calls, fetch = side->fetch.left / calls;
+            const int64_t later[2] = {side->pack.left - pack, side->fetch.left - fetch};
+            side->pack.left = pack;
+            side->fetch.left = fetch;
             gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
-                 FMOE_NB, s->first, &share);
-            side_rest(side, &share, calls);
+                 FMOE_NB, s->first, side);
+            side->pack.left += later[0];
+            side->fetch.left += later[1];
         }
     }
 }
@@ -274,12 +261,12 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
         char *const used = l->panel[0];
         l->panel[0] = l->panel[1];
         l->panel[1] = used;
-        l->steps[0] = l->steps[1];
-        l->steps[1] = l->steps[2];
-        if (l->n < 3 || !l->next(l->state, &l->steps[2])) l->n--;
+        if (l->n < 3 || !l->next(l->state, &l->steps[l->first])) l->n--; /* in the place of the one that is done */
+        l->first = (l->first + 1) % 3;
     }
     if (l->n <= 0) return NULL;
-    const fmoe_step *now = &l->steps[0], *then = &l->steps[1], *after = &l->steps[2];
+    const fmoe_step *now = &l->steps[l->first], *then = &l->steps[(l->first + 1) % 3],
+                    *after = &l->steps[(l->first + 2) % 3];
     const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
     const bool by_along = along(l->cpu, l->g, now);
     if (by_along || lying(l->cpu, now)) {

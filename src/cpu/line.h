@@ -49,8 +49,9 @@ typedef struct fmoe_line {
     bool (*next)(void *state, fmoe_step *s); /* false: no more */
     void *state;
     const fmoe_touched *touched; /* by the epilogue; NULL: nothing */
-    fmoe_step steps[3];          /* multiplied, packed, fetched */
-    int n;                       /* how many of them there are; the first time, -1 */
+    fmoe_step steps[3];          /* multiplied, packed, fetched: in turn, from `first` on */
+    int first;
+    int n; /* how many of them there are; the first time, -1 */
     char *panel[2];
 } fmoe_line;
 

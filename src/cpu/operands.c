@@ -41,6 +41,16 @@ fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype)
     return (fmoe_rows){.base = base, .stride = columns * (int64_t)fmoe_dtype_size(dtype), .dtype = dtype};
 }
 
+void fmoe_point(const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row, int64_t n, int64_t offset,
+                const void **to)
+{
+    const fmoe_rows rows = *a; /* which `to` cannot be part of */
+    if (rows.index && !rows.list)
+        for (int64_t i = 0; i < n; i++) to[i] = rows.base + offset + rows.index[row + i] * rows.stride;
+    else
+        for (int64_t i = 0; i < n; i++) to[i] = (const char *)fmoe_row(&rows, g, e, row + i) + offset;
+}
+
 void fmoe_load_row(const fmoe_kernels *k, int dtype, float *dst, const void *src, int64_t n)
 {
     if (dtype == FMOE_BF16) k->load_bf16(dst, src, n);

@@ -65,8 +65,7 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t position, int64_t N)
 static const void **point(fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row, int64_t kc,
                           int64_t column)
 {
-    const int64_t offset = column * (int64_t)fmoe_dtype_size(a->dtype);
-    for (int64_t k = 0; k < kc; k++) s->pointers[k] = (const char *)fmoe_row(a, g, e, row + k) + offset;
+    fmoe_point(a, g, e, row, kc, column * (int64_t)fmoe_dtype_size(a->dtype), s->pointers);
     return s->pointers;
 }
 

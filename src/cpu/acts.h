@@ -148,7 +148,7 @@ PLAIN(plain_gelu_tanh, gelu_tanh)
 PLAIN(plain_relu, relu)
 PLAIN(plain_relu2, relu2)
 
-/* Clamps pass the gradient inside and at their borders, as torch.clamp does. */
+/* Clamps pass the gradient inside and at their borders (as torch.clamp does up to 2.13, but not in 2.15). */
 INLINE vec clamp(vec x, float limit) { return at_least(at_most(x, limit), -limit); }
 INLINE value2 clamped(value2 v, vec g, vec u, float limit)
 {

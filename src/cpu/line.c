@@ -94,9 +94,8 @@ static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_s
     return !fmoe_is_packed(s) && !lying(cpu, s) && !along(cpu, g, s);
 }
 
-/* Let it, a product of so many rows, fetch the lines of panel j of such a step: into L1 too where they are many, for
- * the tile that takes them from there waits for L2 otherwise (4 % of the backward in small pages). */
-static void side_fetch_lying(const fmoe_step *s, int64_t j, int64_t rows, fmoe_side *side)
+/* Let it fetch the lines of panel j of such a step. */
+static void side_fetch_lying(const fmoe_step *s, int64_t j, fmoe_side *side)
 {
     enum { LINE = 64 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
@@ -108,7 +107,6 @@ static void side_fetch_lying(const fmoe_step *s, int64_t j, int64_t rows, fmoe_s
     w->length = w->in_run = (int32_t)(FMOE_NB * element / LINE);
     w->per_half = (int32_t)(s->kc / 8);
     w->left = (int64_t)w->length * w->per_half;
-    w->slow = rows >= FEW_ROWS;
 }
 
 /* Let panel j of one of the last two chunks, or of the only one, fetch a matrix that the epilogue touches. Each of its
@@ -128,7 +126,6 @@ static void side_fetch_touched(const fmoe_step *s, const fmoe_touched *touched, 
     w->length = w->in_run = (int32_t)fmoe_ceil_div(s->n * t->element, LINE);
     w->per_half = (int32_t)(s->rows / 8);
     w->left = (int64_t)w->length * w->per_half;
-    w->slow = true;
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
@@ -179,18 +176,23 @@ static void point(const fmoe_line *l, const fmoe_step *s, int64_t from, int64_t 
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a
- * panel of it is multiplied, the next one is fetched. */
+ * panel of it is multiplied, the next one is fetched: into L1 too where rows are many, for the tile that takes it from
+ * there waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few a core's buffers for
+ * L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not measured. */
 static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_step *then)
 {
+    enum { MANY_ROWS = 40 };
     fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
+    const bool many = s->rows >= MANY_ROWS && !l->cpu->intel;
     const void *a[FMOE_TASK_ROWS];
     point(l, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
         fmoe_side side = {.turns = l->cpu->intel};
-        if (j + 1 < panels) side_fetch_lying(s, j + 1, s->rows, &side);
-        else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, s->rows, &side);
+        if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
+        else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
         if (l->touched) side_fetch_touched(s, l->touched, j, &side);
+        side.fetch.slow = side.rows.slow = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
              l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
     }

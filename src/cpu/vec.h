@@ -36,6 +36,8 @@ typedef struct vec2 {
 
 INLINE vec splat(float x) { return x - (vec){0}; }
 INLINE vec absolute(vec x) { return (vec)((bits)x & 0x7fffffffu); }
+INLINE vec choose(ints mask, vec yes, vec no) { return (vec)(((ints)yes & mask) | ((ints)no & ~mask)); }
+INLINE vec above(vec x, float limit, vec yes, vec no) { return choose(x > limit, yes, no); }
 
 INLINE vec load(const void *p)
 {
@@ -44,18 +46,9 @@ INLINE vec load(const void *p)
     return x;
 }
 
-INLINE vec numeric(vec x, vec yes, vec no);
-
-/* To nearest even in the upper halves; NaN stays. */
-INLINE bits bf16_rounded(vec x)
-{
-    const bits u = (bits)x, rounded = u + (((u >> 16) & 1u) + 0x7fffu);
-    return (bits)numeric(x, (vec)rounded, (vec)(u | 0x400000u));
-}
-
-/* Of each level: at_most, at_least (NaN stays), above (x > limit ? yes : no), numeric (not NaN), the sum of the lanes,
- * put (to memory, or past the cache to whole lines), and conversions (to nearest even; NaN stays) between two vectors
- * and one of 16-bit numbers. */
+/* Of each level: at_most, at_least (NaN stays), the sum of the lanes, put (to memory, or past the cache to whole
+ * lines), bf16_rounded (in the upper halves), and conversions between two vectors and one of 16-bit numbers; all to
+ * nearest even, and NaN stays. */
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
@@ -66,14 +59,6 @@ enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 #if defined(__AVX512F__)
 INLINE vec at_most(vec x, float top) { return _mm512_min_ps(_mm512_set1_ps(top), x); }
 INLINE vec at_least(vec x, float bottom) { return _mm512_max_ps(_mm512_set1_ps(bottom), x); }
-INLINE vec above(vec x, float limit, vec yes, vec no)
-{
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_GT_OQ), no, yes);
-}
-INLINE vec numeric(vec x, vec yes, vec no)
-{
-    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), no, yes);
-}
 INLINE float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
 INLINE void put(void *p, vec x, const bool past)
 {
@@ -101,6 +86,12 @@ INLINE vec2 bf16_widen(vec x)
     return (vec2){{(vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, at, (__m512i)x),
                    (vec)_mm512_maskz_permutexvar_epi16(0xaaaaaaaau, upper, (__m512i)x)}};
 }
+INLINE bits bf16_rounded(vec x)
+{
+    const bits u = (bits)x, rounded = u + (((u >> 16) & 1u) + 0x7fffu);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    return (bits)_mm512_mask_or_epi32((__m512i)rounded, nan, (__m512i)u, _mm512_set1_epi32(0x400000));
+}
 #if defined(__AVX512BF16__) /* denormals become zeros, which is what the products of this level take them for */
 INLINE vec bf16_of(vec2 x) { return (vec)_mm512_cvtne2ps_pbh(x.v[1], x.v[0]); }
 #else
@@ -113,9 +104,11 @@ INLINE vec bf16_of(vec2 x)
 #endif
 
 #else
-INLINE vec choose(ints mask, vec yes, vec no) { return (vec)(((ints)yes & mask) | ((ints)no & ~mask)); }
-INLINE vec above(vec x, float limit, vec yes, vec no) { return choose(x > limit, yes, no); }
-INLINE vec numeric(vec x, vec yes, vec no) { return choose(x == x, yes, no); }
+INLINE bits bf16_rounded(vec x)
+{
+    const bits u = (bits)x, rounded = u + (((u >> 16) & 1u) + 0x7fffu);
+    return (bits)choose(x == x, (vec)rounded, (vec)(u | 0x400000u));
+}
 INLINE float sum_of(vec x)
 {
     float part[LANES];

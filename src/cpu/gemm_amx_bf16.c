@@ -13,7 +13,7 @@
 #include "cpu/amx.h"
 #include "cpu/kernels.h"
 #include "cpu/pack_pairs.h"
-#include "util.h"
+#include "cpu/vec.h"
 
 enum { HALVES = 2, BLOCK_ROWS = HALVES * TILE_ROWS, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
 
@@ -203,19 +203,15 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
 static inline __attribute__((always_inline)) void stream_rows(const int dtype, int64_t rows, const float *sums,
                                                               const float *c, char *to, int64_t bytes)
 {
-    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
-    for (int64_t i = 0; i < rows; i++, sums += FMOE_NB, to += bytes) {
-        __m512 x[4];
-        for (int j = 0; j < 4; j++) {
-            x[j] = _mm512_load_ps(sums + 16 * j);
-            if (c) x[j] = _mm512_add_ps(_mm512_loadu_ps(c + i * FMOE_NB + 16 * j), x[j]);
-            if (dtype == FMOE_F32) _mm512_stream_ps((float *)(void *)(to + 64 * j), x[j]);
+    for (int64_t i = 0; i < rows; i++, sums += FMOE_NB, to += bytes)
+        for (int64_t j = 0; j < FMOE_NB; j += STEP) {
+            vec2 x = load2(FMOE_F32, sums + j);
+            if (c) {
+                const vec2 before = load2(FMOE_F32, c + i * FMOE_NB + j);
+                x = (vec2){{before.v[0] + x.v[0], before.v[1] + x.v[1]}};
+            }
+            store2(dtype, to + j * bytes_of(dtype), x, true);
         }
-        for (int j = 0; j < 4 && dtype == FMOE_BF16; j += 2)
-            _mm512_stream_si512((void *)(to + 32 * j), (__m512i)_mm512_cvtne2ps_pbh(x[j + 1], x[j]));
-        for (int j = 0; j < 4 && dtype == FMOE_F16; j++)
-            _mm256_stream_si256((void *)(to + 32 * j), _mm512_cvtps_ph(x[j], NEAREST));
-    }
 }
 
 static void stream_block(int dtype, int64_t rows, const float *sums, const float *c, char *to, int64_t stride)

@@ -5,10 +5,8 @@
  * 64 of them a detour of the sums through L1 and a second loop costs a quarter of the time.
  *
  * Compiled twice: level avx512 multiplies f32, level avx512_bf16 pairs of bf16. */
-#include <immintrin.h>
-
 #include "cpu/kernels.h"
-#include "util.h"
+#include "cpu/vec.h"
 
 #if defined(__AVX512BF16__)
 #define OUTER fmoe_outer_bf16_avx512_bf16
@@ -19,7 +17,6 @@ static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
     memcpy(&pair, a, 4);
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
 }
-static inline __m512i to_bf16(__m512 lower, __m512 upper) { return (__m512i)_mm512_cvtne2ps_pbh(upper, lower); }
 #else
 #define OUTER fmoe_outer_f32_avx512
 enum { UNIT = 1 };
@@ -27,42 +24,7 @@ static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
 {
     return _mm512_fmadd_ps(_mm512_set1_ps(*(const float *)a), b, acc);
 }
-
-/* fmoe_float_to_bf16, sixteen at a time. */
-static inline __m256i half_to_bf16(__m512 x)
-{
-    const __m512i u = _mm512_castps_si512(x), upper = _mm512_srli_epi32(u, 16);
-    const __m512i odd = _mm512_and_si512(upper, _mm512_set1_epi32(1));
-    const __m512i rounded =
-        _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_or_epi32(rounded, nan, upper, _mm512_set1_epi32(0x40)));
-}
-static inline __m512i to_bf16(__m512 lower, __m512 upper)
-{
-    return _mm512_inserti64x4(_mm512_castsi256_si512(half_to_bf16(lower)), half_to_bf16(upper), 1);
-}
 #endif
-
-static inline __m512i to_f16(__m512 lower, __m512 upper)
-{
-    enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(lower, NEAREST)), _mm512_cvtps_ph(upper, NEAREST),
-                              1);
-}
-
-static inline __attribute__((always_inline)) void store_row(const __m512 x[4], char *to, const int dtype)
-{
-    if (dtype == FMOE_F32) {
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) _mm512_stream_ps((float *)(void *)(to + 64 * j), x[j]);
-    } else {
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; j++)
-            _mm512_stream_si512((void *)(to + 64 * j),
-                                dtype == FMOE_BF16 ? to_bf16(x[2 * j], x[2 * j + 1]) : to_f16(x[2 * j], x[2 * j + 1]));
-    }
-}
 
 /* What a tile fetches: lines [at, end), one with each of its steps. */
 typedef struct lines {
@@ -82,13 +44,13 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
                                                        const char *b, const float *c, char *to, int64_t bytes,
                                                        const lines *fetch)
 {
-    enum { STEP = FMOE_NB * 4 };
+    enum { ROW = FMOE_NB * 4 };
     __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < units; k++, a += STEP, b += STEP) {
+    for (int64_t k = 0; k < units; k++, a += ROW, b += ROW) {
         fetch_line(fetch, k);
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),
                      b3 = _mm512_loadu_ps(b + 192);
@@ -106,7 +68,9 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) acc[i][j] = _mm512_add_ps(_mm512_loadu_ps(c + i * FMOE_NB + 16 * j), acc[i][j]);
         }
-        store_row(acc[i], to, dtype);
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++)
+            store2(dtype, to + j * STEP * bytes_of(dtype), (vec2){{acc[i][2 * j], acc[i][2 * j + 1]}}, true);
     }
 }
 

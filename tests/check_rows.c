@@ -200,7 +200,8 @@ static int any_type(void) { return (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16
 
 static act_draw draw_act(int64_t index)
 {
-    act_draw d = {.act = {check_acts[index % CHECK_ACTS], 1.702f, 7, 0}, .n = fmoe_min(FMOE_NB, length(index / CHECK_ACTS * 7 % 18))};
+    act_draw d = {.act = {check_acts[index % CHECK_ACTS], 1.702f, 7, 0},
+                  .n = fmoe_min(FMOE_NB, length(index / CHECK_ACTS * 7 % 18))};
     if (check_below(2)) d.act.limit = 0.5f, d.act.alpha = 1;
     d.gated = d.act.act < FMOE_ACT_SILU;
     d.g = d.gated ? floats(d.n) : NULL; /* an ungated kernel that looks at g meets NULL */

@@ -44,7 +44,7 @@ typedef struct logistic {
 
 INLINE logistic sigmoid(vec x)
 {
-    /* To where 2^n is a normal number: beyond, s is 0 or 1 to the last bit, and c next to nothing. */
+    /* To where 2^n is a normal number: beyond, s is 0 or 1 to the last bit, and 1 - s next to nothing. */
     const power parts = exp_parts(-at_least(at_most(x, 87.0f), -88.0f));
     const vec e = parts.p * (vec)((parts.n << 23) + 0x3f800000u), s = 1.0f / (1.0f + e);
     return (logistic){s, e};

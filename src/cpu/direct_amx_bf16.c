@@ -71,7 +71,7 @@ void fmoe_pack_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *row
 
 /* ---- the product ---- */
 
-/* x0, x1: two tiles of x, n0 and n1 of whose rows there are. */
+/* x0, x1: two tiles of x, of 16 rows and of n1. */
 static inline void step_32x32(const char *w0, const char *w1, int64_t stride, const char *x0, const char *x1,
                               int64_t n1)
 {

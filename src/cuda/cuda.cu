@@ -179,7 +179,7 @@ static const fmoe_backend table = {
     {gmm_forward, gmm_backward},
     {activation_forward, activation_backward},
     {experts_forward, experts_backward},
-    false, /* adapters: composed by the core */
+    true, /* adapters */
 };
 
 extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)

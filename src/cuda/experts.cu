@@ -5,6 +5,9 @@
 // backward: dh (gather, slope, p*a, dp) | dW2 | dW1 | dx rows | gather-sum
 //
 // Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows come later.
+//
+// Adapters: a product's rows also pass through the factors, in rows of `rank` columns, and what comes out is added to its result, so the
+// activation has a kernel of its own then. l1 = x A1 is kept too; p*l2 is made of p*a.
 #include "decode.cuh"
 #include "ops.cuh"
 #include "products.cuh"
@@ -32,6 +35,13 @@ static void *take_rows(fmoe_carve *c, const Layer &l, int64_t cols)
     return fmoe_carve_take(c, l.rows, (size_t)cols * (l.dtype == FMOE_F32 ? 4 : 2));
 }
 
+// Rows of an adapter, their pitch a multiple of 16 bytes; none for rank 0.
+static Rows take_low(fmoe_carve *c, const Layer &l, int64_t rank)
+{
+    const int64_t pitch = (rank + 7) / 8 * 8;
+    return Rows{take_rows(c, l, pitch), rank, pitch};
+}
+
 struct Lists { // device copies of lists of matrices
     MatEntry *w[3], *dw[3];
 };
@@ -49,8 +59,9 @@ struct Forward {
     Lists lists;
     int *part;
     void *a, *h, *y;
+    Rows l1, l2;
 };
-static Forward carve_forward(fmoe_carve *c, const Layer &l, bool map)
+static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, bool map)
 {
     Forward f = {};
     f.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(l.R, l.E), 4);
@@ -60,6 +71,8 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, bool map)
     f.a = take_rows(c, l, l.I);
     // h is used up when y is written; the decode path has y in f32
     f.h = f.y = take_rows(c, l, fmoe_max(l.HC, fmoe_cuda_use_decode(&l.plan->shape, l.T) ? 2 * l.H : l.H));
+    f.l1 = take_low(c, l, d.rank1);
+    f.l2 = take_low(c, l, d.rank2);
     return f;
 }
 
@@ -69,10 +82,12 @@ struct Backward {
     Lists lists;
     void *h, *dh, *dxr, *pa, *da;
     float *dp;
+    Rows l1, l2, m1, m2;
 };
-static Backward carve_backward(fmoe_carve *c, const Layer &l, uint32_t flags)
+static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d)
 {
     Backward b = {};
+    const uint32_t flags = d.flags;
     b.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
     b.lists = carve_lists(c, l.E, true);
     // What a thread has read for the last time it writes over: dh where h was, if h is ours; p*a where da was (and dx where p*a was).
@@ -80,6 +95,10 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, uint32_t flags)
     else if (!(flags & FMOE_REUSE_SAVED)) b.dh = take_rows(c, l, l.HC);
     b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
     b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
+    if (flags & FMOE_RECOMPUTE) b.l1 = take_low(c, l, d.rank1);
+    b.l2 = take_low(c, l, d.rank2);
+    b.m1 = take_low(c, l, d.rank1);
+    b.m2 = take_low(c, l, d.rank2);
     if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
     return b;
 }
@@ -110,10 +129,10 @@ fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, si
     const Layer l = make_layer(p, T, nullptr);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = fmoe_carve_begin(nullptr, kSavedAlign);
-    if (pass == FMOE_FORWARD) carve_forward(&c, l, true);
-    else carve_backward(&c, l, p->d.flags);
+    if (pass == FMOE_FORWARD) carve_forward(&c, l, p->d, true);
+    else carve_backward(&c, l, p->d);
     carve_map(&s, l.R, l.rows, l.E);
-    if (!recompute) take_rows(&s, l, l.HC);
+    if (!recompute) take_rows(&s, l, l.HC), take_low(&s, l, p->d.rank1);
     if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
     if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = s.used;
@@ -215,6 +234,19 @@ static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, s
     return v;
 }
 
+// A factor of an adapter, [E, rows, cols]; B1's rows come in the order of h.
+static Weight factor_weight(const fmoe_tensor *t)
+{
+    Weight v = {};
+    v.parts = 1;
+    v.single = v.strided = true;
+    if (!t) return v;
+    v.rows = t->shape[1];
+    v.cols = t->shape[2];
+    v.whole = v.part[0] = stack_mat(t);
+    return v;
+}
+
 // Biases in the order of h.
 static Bias b1_bias(const Layer &l, const fmoe_plan_impl *p, const fmoe_tensor *b)
 {
@@ -265,7 +297,7 @@ static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_a
 {
     const size_t size = fmoe_dtype_size(l.dtype);
     *w1 = w1_weight(l, p, &a->w, list, size);
-    if (up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
+    if (!p->d.rank1 && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
     if (!w1->single && a->w.w1) {
         l.mixed = true;
         *w1 = w1_weight(l, p, &a->w, list, size);
@@ -309,6 +341,16 @@ static void combine(const Layer &l, const void *y, const View *p, const fmoe_ten
     combine_rows(l.dtype, c, l.stream);
 }
 
+// h = x W1^T + b1 + (x A1^T) B1^T, from x where it lies.
+static void up_with_adapter(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, const Weight &w1, const Bias &b1, const Rows &l1, void *h)
+{
+    const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)};
+    up_product(l, x.p, x.ld, w1, b1, h);
+    if (!p->d.rank1) return;
+    low_product(l, x, true, factor_weight(a->w.lora_a1), false, l1);
+    low_add(l, l1, factor_weight(a->w.lora_b1), false, Rows{h, l.HC, l.HC});
+}
+
 fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
 {
     const Plan *plan = plan_of(p);
@@ -319,10 +361,11 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const size_t size = fmoe_dtype_size(l.dtype);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
-    Forward f = carve_forward(&c, l, !a->saved);
-    if (!a->saved && decode_run(p, a, run, f.a, (float *)f.y)) return fmoe_cuda_launched("experts forward (decode)");
+    Forward f = carve_forward(&c, l, p->d, !a->saved);
+    if (!a->saved && !p->d.rank1 && !p->d.rank2 && decode_run(p, a, run, f.a, (float *)f.y)) return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
-    void *h = a->saved && !recompute ? take_rows(&s, l, l.HC) : nullptr;
+    void *h = nullptr;
+    if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_low(&s, l, p->d.rank1);
     l.map = f.map;
     l.map.ready = l.ready = f.ready;
     sort_rows(l, p, a, f.part);
@@ -337,13 +380,16 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         up_fused(l, x, ldx, w1, b1, h, f.a);
     } else {
         if (!h) h = f.h;
-        up_product(l, x, ldx, w1, b1, h);
+        up_with_adapter(l, p, a, w1, b1, f.l1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
         act_forward(l.dtype, p->gated, act, l.stream);
         l.begin = SM90_AFTER;
     }
+    const Rows acted = {f.a, l.I, l.I};
+    if (p->d.rank2) low_product(l, acted, false, factor_weight(a->w.lora_a2), false, f.l2);
     down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), f.y);
+    if (p->d.rank2) low_add(l, f.l2, factor_weight(a->w.lora_b2), false, Rows{f.y, l.H, l.H});
     const View probs = tensor_view(a->weights);
     combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
     FMOE_TRY(l.status);
@@ -394,6 +440,21 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
     return l.status;
 }
 
+// The gradients of an adapter's factors.
+static void factor_grads(Layer &l, const fmoe_experts_args *a, const Backward &b, int add, bool second)
+{
+    const fmoe_weights *w = &a->w, *dw = &a->dw;
+    const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)}, dout = {fmoe_data(a->dout), l.H, fmoe_stride(a->dout, 0)};
+    const Rows dh = {b.dh, l.HC, l.HC}, pa = {b.pa, l.I, l.I};
+    if (second && dw->lora_b2) {
+        low_product(l, pa, false, factor_weight(w->lora_a2), false, b.l2);
+        low_grad(l, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2), add);
+    }
+    if (second && dw->lora_a2) low_grad(l, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2), add);
+    if (!second && dw->lora_b1) low_grad(l, dh, false, b.l1, false, stack_mat(dw->lora_b1), grad_f32(dw->lora_b1), add);
+    if (!second && dw->lora_a1) low_grad(l, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
+}
+
 fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
 {
     const Plan *plan = plan_of(p);
@@ -405,9 +466,9 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (l.T == 0 && add) return FMOE_OK;
 
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
-    Backward b = carve_backward(&c, l, p->d.flags);
+    Backward b = carve_backward(&c, l, p->d);
     l.map = carve_map(&s, l.R, l.rows, l.E);
-    if (!recompute) b.h = take_rows(&s, l, l.HC);
+    if (!recompute) b.h = take_rows(&s, l, l.HC), b.l1 = take_low(&s, l, p->d.rank1);
     if (!b.dh) b.dh = b.h;
     void *const h = b.h;
     if (l.T == 0) { // the forward had nothing to write down: empty segments here, so that gradients become zero
@@ -423,20 +484,25 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
     const bool bias = p->d.flags & FMOE_BIAS;
     const bool any_dw1 = dw->w1 || dw->gate || dw->up || dw->b1, any_dw2 = dw->w2 || dw->down || dw->b2;
+    const bool any_low1 = dw->lora_a1 || dw->lora_b1, any_low2 = dw->lora_a2 || dw->lora_b2;
 
     int parts = 1;
     l.ready = b.ready;
     if (fused) rowmap_clear(l.ready, l.stream);
-    if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down) {
+    if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
             if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, h, b.pa);
-            else up_product(l, x, ldx, w1, b1, h);
+            else up_with_adapter(l, p, a, w1, b1, b.l1, h);
         }
-        if (fused && dh_fused_ok(l, dout, ldd, w2)) {
+        if (fused && !p->d.rank2 && dh_fused_ok(l, dout, ldd, w2)) {
             parts = dh_fused(l, dout, ldd, w2, h, b.dh, b.pa, b.dp);
         } else {
             da_product(l, dout, ldd, w2, b.da);
+            if (p->d.rank2) {
+                low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, b.m2);
+                low_add(l, b.m2, factor_weight(a->w.lora_a2), true, Rows{b.da, l.I, l.I});
+            }
             ActArgs act = act_args(l, p, h);
             act.da = b.da;
             act.dh = b.dh;
@@ -448,10 +514,15 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         }
     }
     if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true));
+    if (any_low2) factor_grads(l, a, b, add, true);
     if (any_dw1) FMOE_TRY(weight_grads(l, p, a, b, add, false));
+    const bool through1 = p->d.rank1 && (a->dx || dw->lora_a1);
+    if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, b.m1);
+    if (any_low1) factor_grads(l, a, b, add, false);
     if (a->dx) {
-        if (!any_dw1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
+        if (!any_dw1 || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
         dx_product(l, b.dh, w1, b.dxr);
+        if (p->d.rank1) low_add(l, b.m1, factor_weight(a->w.lora_a1), true, Rows{b.dxr, l.H, l.H});
     }
     if (a->dweights) {
         DpArgs d = {};

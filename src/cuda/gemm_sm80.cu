@@ -4,34 +4,9 @@
 //
 // rows form:     D[r, n]    = sum_k A[r, k] * B[e][n, k] + bias[e][n]      for the rows r of each expert e
 // weight form:   D[e][m, n] = sum over the rows r of e of A[r, m] * B[r, n]
-#include "common.cuh"
-
-#include <type_traits>
+#include "mma_sm80.cuh"
 
 static constexpr int BM = FMOE_CUDA_TILE_M, BN = 128, THREADS = 128, STAGES = 3;
-
-DEV uint32_t smem_u32(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
-DEV void cp_async16(void *dst, const void *src) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_u32(dst)), "l"(src) : "memory"); }
-DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-
-template <bool TRANS> DEV void ldmatrix4(const void *p, uint32_t (&r)[4])
-{
-    if (TRANS)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_u32(p)) : "memory");
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(smem_u32(p)) : "memory");
-}
-template <class T> DEV void mma16816(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-{
-    if constexpr (sizeof(T) != 2) return;
-    else if constexpr (std::is_same_v<T, bf16>)
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-    else
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // One operand of one block: element (mn, k) of the expert's matrix, whose rows are mn or k.
 struct Side {
@@ -276,6 +251,7 @@ template <class T> static void launch(int dtype, int a_dtype, int b_dtype, const
 
 void gemm_sm80(int dtype, const GemmArgs &g, cudaStream_t s)
 {
+    if (lowrank_add(dtype, g, s)) return;
     const int a = g.a_f32 ? FMOE_F32 : dtype, b = g.b_f32 ? FMOE_F32 : dtype;
     if (dtype == FMOE_F32 || g.a_f32 || g.b_f32) launch<float>(dtype, a, b, g, s);
     else if (dtype == FMOE_BF16) launch<bf16>(dtype, a, b, g, s);

@@ -164,41 +164,58 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
 
 bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, out); }
 
-static void rows_product(Layer &l, const void *x, int64_t ldx, bool gathered, int64_t K, const Weight &w, bool rows_k, const Bias &b, void *out)
+static GemmArgs rows_args(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Rows &out)
 {
-    const int64_t N = rows_k ? w.cols : w.rows;
-    if (rows_hopper(l, Rows{x, K, ldx}, gathered, w, rows_k, b, Rows{out, N, N})) return;
     GemmArgs g = general(l);
-    g.A = rows_mat(x, ldx);
+    g.A = rows_mat(x.p, x.ld);
     g.gather_a = gathered ? l.map.tok : nullptr;
     g.B = w.whole;
     g.b_rows_are_k = rows_k;
-    g.D = rows_mat(out, N);
-    g.N = N;
-    g.K = K;
-    set_bias(g, b);
+    g.D = rows_mat(out.p, out.ld);
+    g.N = out.cols;
+    g.K = x.cols;
     l.begin = SM90_AFTER;
+    return g;
+}
+
+static void rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
+{
+    if (rows_hopper(l, x, gathered, w, rows_k, b, out)) return;
+    GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
+    set_bias(g, b);
     gemm_sm80(l.dtype, g, l.stream);
 }
 
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h)
 {
-    rows_product(l, x, ldx, true, l.H, w1, false, b1, h);
+    rows_product(l, Rows{x, l.H, ldx}, true, w1, false, b1, Rows{h, l.HC, l.HC});
 }
 
 void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, void *y)
 {
-    rows_product(l, a, l.I, false, l.I, w2, false, b2, y);
+    rows_product(l, Rows{a, l.I, l.I}, false, w2, false, b2, Rows{y, l.H, l.H});
 }
 
 void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, void *da)
 {
-    rows_product(l, dout, ldd, true, l.H, w2, true, Bias{}, da);
+    rows_product(l, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, Rows{da, l.I, l.I});
 }
 
 void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr)
 {
-    rows_product(l, dh, l.HC, false, l.HC, w1, true, Bias{}, dxr);
+    rows_product(l, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, Rows{dxr, l.H, l.H});
+}
+
+void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, const Rows &out)
+{
+    if (!lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), l.stream)) rows_product(l, x, gathered, factor, rows_k, Bias{}, out);
+}
+
+void low_add(Layer &l, const Rows &low, const Weight &factor, bool rows_k, const Rows &out)
+{
+    GemmArgs g = rows_args(l, low, false, factor, rows_k, out);
+    g.accumulate = 1;
+    gemm_sm80(l.dtype, g, l.stream);
 }
 
 // ---- Fused ----
@@ -301,18 +318,16 @@ static Mat transposed(Mat m)
 
 // D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts. A gradient stored by columns is the transposed
 // product.
-static bool wgrad_hopper(Layer &l, const void *fixed, int64_t fixed_cols, const void *gathered, int64_t ld, int64_t gathered_cols, bool gather_a,
-                         const Weight &w, int parts, int f32, int add)
+static bool wgrad_hopper(Layer &l, const Rows &fixed, const Rows &gathered, bool gather_a, const Mat &first, const Mat &second, int parts, int f32, int add)
 {
-    if (!hopper(l) || !gather_ok(gathered, ld) || gathered_cols % 64) return false;
+    if (!hopper(l) || !gather_ok(gathered.p, gathered.ld) || gathered.cols % 64) return false;
     Sm90Args a = base_args(l);
-    const int64_t M = (gather_a ? gathered_cols : fixed_cols) / parts, N = gather_a ? fixed_cols : gathered_cols;
-    Mat d[2] = {w.whole, w.whole};
-    if (parts == 2) d[0] = w.part[0], d[1] = w.part[1];
+    const int64_t M = (gather_a ? gathered.cols : fixed.cols) / parts, N = gather_a ? fixed.cols : gathered.cols;
+    Mat d[2] = {first, second};
     for (Mat &m : d)
         if (m.c != 1 && m.r == 1) m = transposed(m);
-    if (!grad_maps(a, l, d, parts, M, N, f32, add) || !rows_map2(gather_a ? &a.b[0] : &a.a, l, Rows{fixed, fixed_cols, fixed_cols}, 64)) return false;
-    gather_from(a, gathered, ld);
+    if (!grad_maps(a, l, d, parts, M, N, f32, add) || !rows_map2(gather_a ? &a.b[0] : &a.a, l, fixed, 64)) return false;
+    gather_from(a, gathered.p, gathered.ld);
     return launch(l, gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, f32, a);
 }
 
@@ -327,7 +342,7 @@ bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int
     return launch(l, SM90_WGRAD_ROWS, f32, a);
 }
 
-static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+static GemmArgs wgrad_args(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
 {
     GemmArgs g = general(l);
     g.wgrad = 1;
@@ -341,16 +356,23 @@ static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat
     g.out_f32 = f32;
     g.accumulate = add;
     l.begin = SM90_AFTER;
-    gemm_sm80(l.dtype, g, l.stream);
+    return g;
 }
+
+static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+{
+    gemm_sm80(l.dtype, wgrad_args(l, A, gather_a, B, gather_b, M, N, D, f32, add), l.stream);
+}
+
+static bool by_columns(const Mat &d) { return d.c != 1 && d.r == 1; }
 
 void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32, int add)
 {
+    const Rows fixed = {dh, l.HC, l.HC}, gathered = {x, l.H, ldx};
     if (d.single) {
-        const bool by_columns = d.whole.c != 1 && d.whole.r == 1;
-        if (wgrad_hopper(l, dh, l.HC, x, ldx, l.H, by_columns, d, 1, f32, add)) return;
+        if (wgrad_hopper(l, fixed, gathered, by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
     } else if (d.strided && d.parts == 2 && d.part[0].p && d.part[1].p && d.part[0].c == 1 && d.part[1].c == 1 && !l.mixed) {
-        if (wgrad_hopper(l, dh, l.HC, x, ldx, l.H, false, d, 2, f32, add)) return;
+        if (wgrad_hopper(l, fixed, gathered, false, d.part[0], d.part[1], 2, f32, add)) return;
     }
     if (!d.whole.list && !d.whole.list2) {
         wgrad_general(l, rows_mat(dh, l.HC), nullptr, rows_mat(x, ldx), l.map.tok, l.HC, l.H, d.whole, f32, add);
@@ -371,9 +393,15 @@ void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Wei
 
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &d, int f32, int add)
 {
-    if (d.single) {
-        const bool by_columns = d.whole.c != 1 && d.whole.r == 1;
-        if (wgrad_hopper(l, pa, l.I, dout, ldd, l.H, !by_columns, d, 1, f32, add)) return;
-    }
+    if (d.single && wgrad_hopper(l, Rows{pa, l.I, l.I}, Rows{dout, l.H, ldd}, !by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
     wgrad_general(l, rows_mat(dout, ldd), l.map.tok, rows_mat(pa, l.I), nullptr, l.H, l.I, d.whole, f32, add);
+}
+
+void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int f32, int add)
+{
+    const GemmArgs g = wgrad_args(l, rows_mat(x.p, x.ld), gather_x ? l.map.tok : nullptr, rows_mat(y.p, y.ld), gather_y ? l.map.tok : nullptr, x.cols, y.cols, d, f32, add);
+    if (lowrank_grad(l.dtype, g, l.stream)) return;
+    const bool done = gather_x || gather_y ? wgrad_hopper(l, gather_x ? y : x, gather_x ? x : y, gather_x != by_columns(d), d, d, 1, f32, add)
+                                           : gmm_wgrad_hopper(l, x, y, d, f32, add);
+    if (!done) gemm_sm80(l.dtype, g, l.stream);
 }

@@ -51,11 +51,17 @@ void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr);
 void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
 
-// Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] = x^T y.
-// False: the operands do not allow it, and nothing was launched.
+// An adapter: rows of `rank` columns, out = x factor; what they add to rows of the layer, out += low factor; and the gradients of
+// factors, d[e] = x^T y with one side gathered or neither. rows_k: the contraction runs over the factor's rows.
 struct Rows {
     const void *p;
     int64_t cols, ld;
 };
+void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, const Rows &out);
+void low_add(Layer &l, const Rows &low, const Weight &factor, bool rows_k, const Rows &out);
+void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int out_f32, int add);
+
+// Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] = x^T y.
+// False: the operands do not allow it, and nothing was launched.
 bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out);
 bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int out_f32, int add);

@@ -9,6 +9,8 @@ struct Case {
     bool list, w1_t, w2_t, dw1_t, dw2_t, dx, dp, dw1, dw2, shift;
     int skew;    // percent of ids that go to expert 0
     int scatter; // lists: 0 equal distances, 1 anywhere, 2 strides of their own
+    int64_t rank1, rank2; // of adapters
+    int turned, wanted;   // bits of the factors a1, b1, a2, b2: stored by columns; whose gradient is asked for
 };
 
 static Case draw()
@@ -36,14 +38,19 @@ static Case draw()
     c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);
     c.shift = coin(10);
     c.skew = coin(25) ? 80 : 0;
+    auto rank = [] { return coin(60) ? 0 : coin(60) ? 8 * pick(1, 5) : pick(1, 70); };
+    c.rank1 = rank(), c.rank2 = rank();
+    c.turned = coin(40) ? (int)pick(0, 15) : 0;
+    c.wanted = coin(70) ? 15 : (int)pick(0, 15);
     return c;
 }
 
 static std::string words(const Case &c)
 {
     char t[400];
-    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d scatter %d", c.dtype, c.act,
-             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew, c.scatter);
+    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d scatter %d rank %lld %lld turned %d wanted %d", c.dtype, c.act,
+             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew, c.scatter,
+             (long long)c.rank1, (long long)c.rank2, c.turned, c.wanted);
     return t;
 }
 
@@ -121,6 +128,28 @@ struct Weights {
     }
 };
 
+// The factors of adapters, or their gradients.
+struct Factors {
+    Tensor t[4];
+    std::vector<int> there;
+
+    void init(const Case &c, bool gated, int dtype, int turned)
+    {
+        const int64_t HC = gated ? 2 * c.I : c.I, rows[4] = {c.rank1, HC, c.rank2, c.H}, cols[4] = {c.H, c.rank1, c.I, c.rank2};
+        for (int i = 0; i < 4; i++) {
+            if (!(i < 2 ? c.rank1 : c.rank2)) continue;
+            t[i].init(dtype, {c.E, rows[i], cols[i]}, turned >> i & 1 ? std::vector<int>{0, 2, 1} : std::vector<int>{});
+            there.push_back(i);
+        }
+    }
+    void put(fmoe_weights &w, int side, int wanted)
+    {
+        const fmoe_tensor **to[4] = {&w.lora_a1, &w.lora_b1, &w.lora_a2, &w.lora_b2};
+        for (int i : there)
+            if (wanted >> i & 1) *to[i] = side ? &t[i].dev_t : &t[i].ref_t;
+    }
+};
+
 static void draw_ids(const Case &c, Tensor &ids)
 {
     for (auto &v : ids.ints) {
@@ -141,6 +170,7 @@ static void run_case(const Case &c)
     d.H = c.H, d.I = c.I, d.E = c.E, d.k = c.k;
     d.act = c.act;
     d.flags = c.flags;
+    d.rank1 = c.rank1, d.rank2 = c.rank2;
     Pair p(d);
     if (!p.ok) return;
     const bool bias = c.flags & FMOE_BIAS;
@@ -159,6 +189,14 @@ static void run_case(const Case &c)
     Weights w, dw;
     w.init(c, p.ref.gated, c.dtype, c.w1_t, c.w2_t);
     dw.init(c, p.ref.gated, c.gtype, c.dw1_t, c.dw2_t);
+    Factors low, dlow;
+    low.init(c, p.ref.gated, c.dtype, c.turned);
+    dlow.init(c, p.ref.gated, c.gtype, c.turned >> 1);
+    for (int i : low.there) {
+        const double s = 1 / sqrt((double)low.t[i].size(2));
+        low.t[i].fill([&] { return s * normal(); });
+        low.t[i].upload();
+    }
     const double s1 = 1 / sqrt((double)c.H), s2 = 1 / sqrt((double)c.I);
     for (Tensor *t : w.all) {
         const double s = t == &w.w2 || (w.list && t->size(0) == c.H && t->size(1) == c.I) ? s2 : t == &w.b1 || t == &w.b2 ? 0.3 : s1;
@@ -172,7 +210,9 @@ static void run_case(const Case &c)
     const bool add_out = c.run_flags & FMOE_ADD_OUT, add_dx = c.run_flags & FMOE_ADD_DX, add_dw = c.run_flags & FMOE_ACCUMULATE;
     if (add_out) out.fill(normal);
     if (add_dx) dx.fill(normal);
-    for (Tensor *t : dw.all)
+    std::vector<Tensor *> grads = dw.all;
+    for (int i : dlow.there) grads.push_back(&dlow.t[i]);
+    for (Tensor *t : grads)
         if (add_dw) t->fill(normal);
     for (Tensor *t : {&x, &ids, &pr, &dout}) t->upload();
 
@@ -182,6 +222,7 @@ static void run_case(const Case &c)
         auto at = [&](Tensor &t) -> const fmoe_tensor * { return side ? &t.dev_t : &t.ref_t; };
         a.x = at(x), a.ids = at(ids), a.weights = at(pr);
         a.w = w.get(side, bias, true, true);
+        low.put(a.w, side, 15);
         a.saved = side ? p.dev_saved : p.ref_saved.data();
         a.saved_bytes = side ? p.dev_saved_bytes : p.ref_saved.size();
         if (!backward) a.out = at(out);
@@ -190,13 +231,14 @@ static void run_case(const Case &c)
             a.dx = c.dx ? at(dx) : nullptr;
             a.dweights = c.dp ? at(dp) : nullptr;
             a.dw = dw.get(side, bias, c.dw1, c.dw2);
+            dlow.put(a.dw, side, c.wanted);
         }
         return a;
     };
     // Device first: with FMOE_ADD_* and FMOE_ACCUMULATE the reference changes what it adds to.
     std::vector<std::vector<char>> bits[2];
     std::vector<Tensor *> results = {&out, &dx, &dp};
-    for (Tensor *t : dw.all) results.push_back(t);
+    for (Tensor *t : grads) results.push_back(t);
     const size_t mark = arena.used, blocks = arena.blocks.size();
     std::vector<char> inference;
     for (int round = 0; round < 2; round++) {
@@ -204,7 +246,7 @@ static void run_case(const Case &c)
         arena.blocks.resize(blocks);
         fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
         prepare(out, add_out), prepare(dx, add_dx), prepare(dp, false);
-        for (Tensor *t : dw.all) prepare(*t, add_dw);
+        for (Tensor *t : grads) prepare(*t, add_dw);
         fmoe_experts_args a = args(1, false);
         verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "forward");
         fmoe_run b = p.dev_run(FMOE_BACKWARD, c.T, c.run_flags);
@@ -223,17 +265,22 @@ static void run_case(const Case &c)
     a = args(0, true);
     verdict(p.ref.backend->experts[1](&p.ref, &a, &r) == FMOE_OK, "reference backward");
 
-    // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward. A clamp's slope jumps where h rounds
-    // across the limit.
-    const double u = unit(c.dtype), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
-    const bool jumps = c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT;
-    const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide, peakb = (jumps ? 40 : 10) * u + wide;
+    // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward; with adapters h, y, da and dx once more, and their
+    // rank-sized rows. A clamp's slope jumps where h rounds across the limit.
+    const double adapted = (c.rank1 ? 1 : 0) + (c.rank2 ? 1 : 0);
+    const double u = unit(c.dtype) * (1 + adapted / 2), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
+    const bool kink = c.rank1 && (c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU); // h rounds twice, the second time perhaps to zero
+    const bool jumps = kink || (c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT);
+    const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide, peakb = kink ? 1 : (jumps ? 40 : 10) * u + wide;
     compare("out", out, l2, peak);
     if (c.dx) compare("dx", dx, l2b, peakb);
     // A dot product of I terms may cancel; few of them do not average that out.
     const double few = c.T * c.k < 32 ? 16 : 2;
     if (c.dp) compare("dweights", dp, few * l2b, few * peakb);
     dw.compare_all(l2b, peakb, bias, c.dw1, c.dw2);
+    static const char *const names[4] = {"da1", "db1", "da2", "db2"};
+    for (int i : dlow.there)
+        if (c.wanted >> i & 1) compare(names[i], dlow.t[i], 1.5 * l2b, 1.5 * peakb);
 
     // Inference: nothing is saved, perhaps other kernels.
     if (add_out) {
@@ -278,6 +325,17 @@ void check_experts(int cases)
             c.act = act, c.flags = flags;
             run_case(c);
         }
+    // Adapters: several row tiles and column tiles, ranks within and beyond a step of the products, lists, every order of h.
+    c.act = 0, c.wanted = 15;
+    for (uint32_t flags : {0u, (uint32_t)FMOE_INTERLEAVED, (uint32_t)(FMOE_RECOMPUTE | FMOE_BIAS)})
+        for (int64_t rank : {8, 16, 72, 300}) {
+            c.flags = flags, c.rank1 = rank, c.rank2 = rank == 72 ? 5 : rank;
+            c.T = 300, c.H = 576, c.I = 328, c.E = 4;
+            run_case(c);
+        }
+    c.list = true, c.scatter = 1, c.flags = FMOE_INTERLEAVED, c.rank1 = c.rank2 = 16;
+    run_case(c);
+    c.list = false, c.rank1 = c.rank2 = c.wanted = 0;
     // More experts than counters fit.
     c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;
     run_case(c);

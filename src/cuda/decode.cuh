@@ -4,5 +4,5 @@
 #include "common.cuh"
 
 // Runs the forward of few tokens where that path applies; false: it does not, and nothing was done. Scratch: a_rows [R, I] in the
-// plan's dtype, y_rows [R, H] in f32.
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, void *a_rows, float *y_rows);
+// plan's dtype.
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, void *a_rows);

@@ -56,6 +56,13 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
     return few && half && s->gated && s->H % 256 == 0 && s->I % 256 == 0 && s->E <= 4096 && s->cc >= 80;
 }
 
+int fmoe_cuda_decode_blocks(int groups, int resident, int results)
+{
+    for (int blocks = resident; blocks < groups; blocks += resident)
+        if ((int64_t)((groups + blocks - 1) / blocks) * results <= 2048) return blocks;
+    return groups;
+}
+
 int fmoe_cuda_sort_chunk(int64_t R)
 {
     const int64_t blocks = R <= 512 * 1024 ? 128 : 512, per = (R + blocks - 1) / blocks;

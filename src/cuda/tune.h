@@ -45,6 +45,10 @@ int fmoe_cuda_use_tokens(int64_t R, int64_t E);
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
+/* Blocks that share `groups` of columns, none of them without any: as many as are resident, in multiples of that where the results of a
+ * block, `results` floats for each of its groups, would be over 8 KB. */
+int fmoe_cuda_decode_blocks(int groups, int resident, int results);
+
 /* Slots a block of the counting sort takes: 128 blocks, which add up each other's counts, or 512 that leave that to a scan. */
 int fmoe_cuda_sort_chunk(int64_t R);
 

@@ -283,16 +283,20 @@ static void run_case(const Case &c)
         if (c.wanted >> i & 1) compare(names[i], dlow.t[i], 1.5 * l2b, 1.5 * peakb);
 
     // Inference: nothing is saved, perhaps other kernels.
-    if (add_out) {
-        std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
-        out.upload();
-        std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
-    } else out.poison();
-    fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
-    a = args(1, false);
-    a.saved = nullptr, a.saved_bytes = 0;
-    verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "inference");
-    CK(cudaDeviceSynchronize());
+    for (int round = 0; round < 2; round++) {
+        if (add_out) {
+            std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
+            out.upload();
+            std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
+        } else out.poison();
+        fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
+        a = args(1, false);
+        a.saved = nullptr, a.saved_bytes = 0;
+        verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "inference");
+        CK(cudaDeviceSynchronize());
+        if (round == 0) inference = out.raw();
+    }
+    verdict(inference == out.raw(), "inference differs between two runs");
     compare("inference", out, l2, peak);
     verdict(arena.guards_ok(), "guards");
 }
@@ -311,10 +315,22 @@ void check_experts(int cases)
     run_case(c);
     c.flags = FMOE_INTERLEAVED;
     run_case(c);
-    c.T = 40, c.H = 512, c.I = 256, c.E = 16, c.flags = 0; // decode
-    run_case(c);
-    c.T = 1;
-    run_case(c);
+    // Decode: rows in one and in several parts, few and many slots, experts with none to many of them.
+    static const struct {
+        int64_t T, k, E, H, I;
+    } few[] = {{1, 8, 9, 512, 768}, {1, 2, 16, 512, 256}, {4, 8, 12, 512, 256}, {2, 2, 5, 2304, 256}, {2, 3, 5, 256, 1024}, {9, 4, 40, 256, 256}, {20, 3, 64, 256, 512}};
+    for (const auto &f : few)
+        for (int round = 0; round < 3; round++) {
+            Case q = c;
+            q.T = f.T, q.k = f.k, q.E = f.E, q.H = f.H, q.I = f.I;
+            q.dtype = q.gtype = round == 1 ? FMOE_F16 : FMOE_BF16;
+            q.flags = round == 1 ? FMOE_SKIP_NEG1 | FMOE_SKIP_E : 0;
+            q.run_flags = round == 2 ? FMOE_ADD_OUT : 0;
+            q.id_type = round == 1 ? -32 : -64;
+            q.skew = round == 2 ? 60 : 0;
+            run_case(q);
+        }
+    c.flags = 0;
     // Lists anywhere in memory, every activation, biases: the fused products.
     c.T = 200, c.H = 192, c.I = 136, c.E = 5;
     c.list = true;

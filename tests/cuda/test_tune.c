@@ -53,6 +53,12 @@ int main(void)
     s.I = 768;
     s.E = 8, s.k = 2;
     CHECK(fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17));
+    for (int groups = 1; groups < 2000; groups += 61) /* none of the blocks is left without columns, and their results fit */
+        for (int results = 4; results <= 4096; results *= 2) {
+            const int blocks = fmoe_cuda_decode_blocks(groups, 264, results), each = (groups + blocks - 1) / blocks;
+            CHECK(blocks >= 1 && blocks <= groups && (blocks == groups || (blocks % 264 == 0 && each * results <= 2048)));
+        }
+    CHECK(fmoe_cuda_decode_blocks(512, 264, 16) == 264 && fmoe_cuda_decode_blocks(1792, 264, 4 * 320) == 1792);
     CHECK(fmoe_cuda_use_tokens(4096 * 8, 128) && !fmoe_cuda_use_tokens(8192 * 8, 128));
     for (int64_t R = 1; R < 10000000; R = R * 3 + 1) {
         const int chunk = fmoe_cuda_sort_chunk(R);

@@ -47,6 +47,7 @@ second_lane() {
     else
         skip cuda "nvcc is not installed"
     fi
+    suite cuda-configure tests/cuda/configure.sh "$build/cuda-configure"
 }
 second_lane &
 

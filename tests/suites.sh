@@ -42,6 +42,7 @@ second_lane() {
     if command -v nvcc >/dev/null; then
         if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune check_cuda"; then
             suite cuda-tune "$build/cuda/tests/cuda/test_tune"
+            suite cuda-old-ptxas tests/cuda/old_ptxas.sh "$build/cuda/old-ptxas"
             suite cuda-check "$build/cuda/tests/cuda/check_cuda" "$root/cuda/libfusedmoe_cuda.so" 1
         fi
     else

@@ -352,7 +352,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     const uint32_t staging = ring.base + C::STAGING_AT + (wg * 4 + warp) * C::STAGING;
     Scheduler<C> sched(p);
     Stores<C> out{staging, lane};
-    float acc[C::SUB][C::BN / 2];
+    float acc[C::SUB][C::BN / 2] = {}; // once: ptxas before 12.9 serialises every wgmma where a path has them undefined
     int s = 0, phase = 0;
     uint32_t handed = 0;
     bool told = false;

@@ -206,7 +206,7 @@ template <class C> struct TokenConsumer {
     bool more = false;
     int s = 0, phase = 0;
     uint32_t turn = 0;
-    float acc[2][C::MAX_N / 2];
+    float acc[2][C::MAX_N / 2] = {}; // as in gemm_sm90.cuh
 
     DEV TokenConsumer(const Sm90Args &args, TokenRing r) : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), sched(args) {}
     DEV void release(int slot)

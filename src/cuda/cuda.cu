@@ -51,6 +51,8 @@ static fmoe_status runtime_missing(cudaError_t e)
                 driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
 }
 
+__global__ void probe() {}
+
 static fmoe_status open_device(Plan *plan, int id)
 {
     int count = 0;
@@ -65,6 +67,9 @@ static fmoe_status open_device(Plan *plan, int id)
     plan->cc = major * 10 + minor;
     if (plan->cc < 80) return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d has compute capability %d.%d, 8.0 is the least", id, major, minor);
     DeviceScope scope(id);
+    cudaFuncAttributes code; // a card newer than all code in the library needs a driver that translates its PTX
+    e = cudaFuncGetAttributes(&code, probe);
+    if (e != cudaSuccess) return runtime_missing(e);
     e = cudaHostAlloc((void **)&plan->error, sizeof(DeviceError), cudaHostAllocMapped | cudaHostAllocPortable);
     if (e != cudaSuccess) return FAIL(e == cudaErrorMemoryAllocation ? FMOE_ERR_NOMEM : FMOE_ERR_DEVICE, "CUDA: a page of pinned memory: %s", cudaGetErrorString(e));
     *plan->error = DeviceError{};
@@ -144,7 +149,8 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     const Plan *plan = plan_of(p);
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
     char line[900];
-    int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s\n", plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype);
+    int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s; built with CUDA %d.%d\n", plan->device, plan->cc / 10, plan->cc % 10,
+                        plan->sms, dtype, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
     if (p->d.op == FMOE_OP_GROUPED_MATMUL && plan->path == FMOE_PATH_SM90) {
         used += snprintf(line + used, sizeof line - (size_t)used,
                          "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"

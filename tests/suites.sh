@@ -67,6 +67,7 @@ if [ $released = 0 ]; then
     suite abi "$bin/test_abi"
     suite big "$bin/test_big"
     suite example tests/falls.sh "$bin/train_layer"
+    suite install tests/install.sh "$build"
     suite check "$build/fusedmoe" check --seconds 30
     for level in c avx2 avx512; do
         suite "check-max-$level" env FMOE_MAX_ISA=$level "$build/fusedmoe" check --seconds 2 --quick

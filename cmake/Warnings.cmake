@@ -9,7 +9,8 @@ target_compile_definitions(fmoe_flags INTERFACE _GNU_SOURCE)
 target_compile_options(fmoe_flags INTERFACE
   -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wstrict-prototypes -Wvla -Wformat=2
   -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-strict-overflow
-  -fstack-protector-strong)
+  -fstack-protector-strong
+  $<$<C_COMPILER_ID:Clang>:-Wno-enum-float-conversion>) # enumerators are our integer constants, in sums of doubles too
 target_link_options(fmoe_flags INTERFACE -Wl,-z,relro,-z,now,-z,noexecstack)
 if(FMOE_WERROR)
   target_compile_options(fmoe_flags INTERFACE -Werror)
@@ -20,6 +21,7 @@ endif()
 if(FMOE_SANITIZE)
   target_compile_options(fmoe_flags INTERFACE -fsanitize=${FMOE_SANITIZE} -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(fmoe_flags INTERFACE -fsanitize=${FMOE_SANITIZE})
-else()
-  target_compile_options(fmoe_flags INTERFACE $<$<CONFIG:Release>:-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=3>)
+else() # gcc has what level 3 takes from version 12 on; with an older one glibc warns in every file
+  set(fortify $<IF:$<AND:$<C_COMPILER_ID:GNU>,$<VERSION_LESS:$<C_COMPILER_VERSION>,12>>,2,3>)
+  target_compile_options(fmoe_flags INTERFACE $<$<CONFIG:Release>:-U_FORTIFY_SOURCE -D_FORTIFY_SOURCE=${fortify}>)
 endif()

@@ -298,7 +298,8 @@ static void bench_level(int level, const fmoe_kernels *c_table)
         const double r = best_rate(k, how, t, &per_item);
         const double c = pointer(c_table, k) ? best_rate(k, how, c_table, &per_item) : 0;
         const bool gemm = strcmp(k->type, "gemm") == 0;
-        printf("  %-28s %10.2f G%s/s", name, 1e-9 * r * (per_item ? per_item : 1), per_item ? "FLOP" : "elements");
+        printf("  %-28s %10.2f G%s/s", name, 1e-9 * r * (per_item > 0 ? per_item : 1),
+               per_item > 0 ? "FLOP" : "elements");
         if (gemm) printf("  %5.1f %% of the ceiling", 100 * r * per_item / (strstr(k->field, "bf16") ? pairs : rate));
         if (c > 0) printf("  %6.2f x c", r / c);
         putchar('\n');

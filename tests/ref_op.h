@@ -33,7 +33,7 @@ static inline op make_op(fmoe_op kind, int64_t H, int64_t I, int64_t E, int64_t 
 {
     op o = {.p = {.d = FMOE_DESC_INIT, .backend = &fmoe_backend_reference}};
     fmoe_desc *d = &o.p.d;
-    d->op = kind; d->dtype = FMOE_F64; d->device.type = FMOE_CPU;
+    d->op = (int32_t)kind; d->dtype = FMOE_F64; d->device.type = FMOE_CPU;
     d->H = H; d->I = I; d->E = E; d->k = k;
     d->act_alpha = 1.702f; d->act_limit = 7; d->route.scale = 1;
     return o;

@@ -14,7 +14,7 @@ typedef struct router {
 static router make_router(int64_t T, int64_t E, int64_t k, fmoe_score score)
 {
     router r = {.o = make_op(FMOE_OP_ROUTE, 0, 0, E, k)};
-    r.o.p.d.route.score = score;
+    r.o.p.d.route.score = (int32_t)score;
     r.logits = tensor_random(tensor_padded(FMOE_F64, T, E, 2), 3);
     r.bias = tensor_random(tensor_new(FMOE_F32, SHAPE(E)), 1);
     r.ids = tensor_fill(tensor_padded(I32, T, k, 1), -7);
@@ -31,7 +31,7 @@ static void set_groups(router *r, int32_t groups, int32_t topk, fmoe_group_score
 {
     r->o.p.d.route.groups = groups;
     r->o.p.d.route.topk_groups = topk;
-    r->o.p.d.route.group_score = score;
+    r->o.p.d.route.group_score = (int32_t)score;
 }
 
 static void route(router *r)

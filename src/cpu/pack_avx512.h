@@ -122,6 +122,14 @@ static inline __attribute__((always_inline)) void piece_cols_store(const __m512 
     }
 }
 
+/* A register that an instruction names by another width than its own (%x, %t): clang 19 and 22 (not 16) give registers
+ * from 16 on a wrong name there. */
+#if defined(__clang__)
+#define OUT_IN_PARTS(z) "=&x"(z)
+#else
+#define OUT_IN_PARTS(z) "=&v"(z)
+#endif
+
 /* z[0..3] from rows p, p + step, ... of eight, `offset` bytes along, 16 bytes from their first four units to the second
  * four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
 #define PIECE_FOUR(move, offset, suffix, mask)                                                                         \
@@ -135,7 +143,8 @@ static inline __attribute__((always_inline)) void piece_cols_store(const __m512 
                     "vbroadcastf32x4", offset "+16", "",                                                               \
                     "%{%[k2]%}") "lea (%[p],%[s],4), %[p]\n\t" PIECE_FOUR("vbroadcastf32x4", offset, "", "%{%[k1]%}")  \
                     PIECE_FOUR("vbroadcastf32x4", offset "+16", "", "%{%[k3]%}")                                       \
-                : [z0] "=&v"((z)[0]), [z1] "=&v"((z)[1]), [z2] "=&v"((z)[2]), [z3] "=&v"((z)[3]), [p] "+&r"(p_)        \
+                : [z0] OUT_IN_PARTS((z)[0]), [z1] OUT_IN_PARTS((z)[1]), [z2] OUT_IN_PARTS((z)[2]),                     \
+                  [z3] OUT_IN_PARTS((z)[3]), [p] "+&r"(p_)                                                             \
                 : [s] "r"((int64_t)(step)), [t] "r"((int64_t)(3 * (step))), [k1] "Yk"((__mmask16)(15 << 4)),           \
                   [k2] "Yk"((__mmask16)(15 << 8)), [k3] "Yk"((__mmask16)(15 << 12))                                    \
                 : "memory");                                                                                           \

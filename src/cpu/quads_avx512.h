@@ -40,7 +40,7 @@ static inline __attribute__((always_inline)) void piece_quads(const int widen, f
     } else {
         __m128 x, y;
         __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")
-                         : [x] "=&v"(x), [y] "=&v"(y)
+                         : [x] OUT_IN_PARTS(x), [y] OUT_IN_PARTS(y)
                          : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(side->to)
                          : "memory");
     }

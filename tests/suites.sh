@@ -120,7 +120,9 @@ if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFM
         suite "asan-$program" env FMOE_ASCEND_PATH="$root/asan/tests/ascend_sim/cann" "$bin/ascend/$program"
     done
 fi
-if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread; then
+# Also the build of a compiler that does not know AMX.
+if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
+    -DFMOE_HAS_AMX_BF16=OFF; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
     suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seconds 4 --quick -f /
 fi

@@ -20,8 +20,19 @@ enum { LEVEL_c, LEVELS, LEVEL_WIDE = LEVELS };
 static const char *const level_names[LEVELS] = {"c"};
 #endif
 
+/* Of this build: the last levels are left out where the compiler does not know their instructions. */
+#if defined(FMOE_NO_AVX512_BF16)
+enum { BUILT = LEVEL_avx512 };
+#elif defined(FMOE_NO_AMX_BF16)
+enum { BUILT = LEVEL_avx512_bf16 };
+#elif defined(FMOE_NO_NEON_BF16)
+enum { BUILT = LEVEL_neon };
+#else
+enum { BUILT = LEVELS - 1 };
+#endif
+
 static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
-static int detected; /* highest level of CPU and operating system */
+static int detected; /* highest level of CPU, operating system and build */
 static bool intel;
 static int env_cap = LEVELS - 1; /* FMOE_MAX_ISA */
 static char env_warning[96];
@@ -117,6 +128,7 @@ static void detect(void)
     if (cap >= 0) env_cap = cap; /* before levels are tried: tiles that are not wanted are not asked for */
     else snprintf(env_warning, sizeof env_warning, "FMOE_MAX_ISA=%.40s is not a level and is ignored", env);
     detected = detect_level();
+    if (detected > BUILT) detected = BUILT;
     intel = detect_intel();
 }
 

@@ -12,14 +12,21 @@
 #include <unistd.h>
 
 #include "calls.h"
+#include "cpu/kernels.h"
 
 static _Atomic int creations_left = INT32_MAX; /* pthread_create fails after that many */
+static _Atomic size_t smallest_stack = SIZE_MAX;
 
 int __real_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg);
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg);
 
 int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*fn)(void *), void *arg)
 {
+    pthread_attr_t defaults;
+    size_t stack;
+    if (!attr) pthread_getattr_default_np(&defaults);
+    pthread_attr_getstacksize(attr ? attr : &defaults, &stack);
+    if (stack < atomic_load(&smallest_stack)) atomic_store(&smallest_stack, stack);
     return atomic_fetch_sub(&creations_left, 1) <= 0 ? EAGAIN : __real_pthread_create(thread, attr, fn, arg);
 }
 
@@ -473,6 +480,76 @@ TEST(row22_thread_creation_fails)
     SKIP("needs a process without a pool: TSan cannot follow a fork of a process with threads");
 #endif
     CHECK_EQ(new_process(fails_to_create), 0);
+}
+
+/* ---- stacks ---- */
+
+static void runs_with_small_stacks(void)
+{
+    pthread_attr_t small;
+    REQUIRE(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 64 << 10) == 0);
+    REQUIRE(pthread_setattr_default_np(&small) == 0); /* as ulimit -s 64 does, and musl nearly */
+    layer l = make_layer(FMOE_F32, 3);
+    const results want = alone(&l), r = make_results(&l);
+    CHECK_STATUS(run_layer(&l, l.plan, &r), FMOE_OK);
+    CHECK(same_results(&r, &want));
+    CHECK(atomic_load(&smallest_stack) >= 256 << 10 && atomic_load(&smallest_stack) < SIZE_MAX);
+}
+
+TEST(row22_workers_have_room_whatever_the_default_stack)
+{
+#ifdef __SANITIZE_THREAD__
+    SKIP("needs a process without a pool: TSan cannot follow a fork of a process with threads");
+#endif
+    atomic_store(&smallest_stack, SIZE_MAX);
+    CHECK_EQ(new_process(runs_with_small_stacks), 0);
+}
+
+static void *make_call(void *arg) { return (void *)(uintptr_t)call_make(arg); }
+static void *make_none(void *arg) { return arg; }
+
+/* How much of a thread's stack fn takes. */
+static size_t stack_of(void *(*fn)(void *), void *arg)
+{
+    enum { ROOM = 1 << 20 };
+    static _Alignas(4096) unsigned char stack[ROOM];
+    pthread_attr_t attr;
+    pthread_t thread;
+    void *status;
+    memset(stack, 0x5c, sizeof stack);
+    REQUIRE(pthread_attr_init(&attr) == 0 && pthread_attr_setstack(&attr, stack, sizeof stack) == 0);
+    REQUIRE(pthread_create(&thread, &attr, fn, arg) == 0 && pthread_join(thread, &status) == 0);
+    CHECK_STATUS((fmoe_status)(uintptr_t)status, FMOE_OK);
+    size_t untouched = 0;
+    while (untouched < sizeof stack && stack[untouched] == 0x5c) untouched++;
+    return sizeof stack - untouched;
+}
+
+/* What the header promises. A thread's own share, of the C library and the program's thread-local variables, is not
+ * the call's. */
+TEST(row22_stack_of_a_call)
+{
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+    SKIP("a sanitizer's stack frames are larger");
+#endif
+    const size_t empty = stack_of(make_none, NULL);
+    for (int level = 0; level < fmoe_cpu_level_count(); level++) {
+        if (!fmoe_cpu_level_available(level)) continue;
+        REQUIRE(fmoe_cpu_set_max_isa(fmoe_cpu_level_name(level)) == FMOE_OK);
+        const size_t most = (size_t)(strncmp(fmoe_cpu_isa(), "amx", 3) == 0 ? 128 : 64) << 10;
+        for (unsigned call = 0; call < CALL_KINDS * 2; call++)
+            for (int dtype = FMOE_F32; dtype <= FMOE_F16; dtype++) {
+                api_call c = {.kind = call / 2, .pass = call % 2, .d = call_desc(call / 2, dtype)};
+                c.d.threads = 1; /* all of it on the caller's thread */
+                REQUIRE(fmoe_plan_create(&c.plan, &c.d) == FMOE_OK);
+                call_fill(&c);
+                const size_t used = stack_of(make_call, &c) - empty;
+                if (used > most)
+                    TEST_FAIL("%s, level %s, dtype %d: %zu bytes", call_names[c.kind], fmoe_cpu_isa(), dtype, used);
+                call_end(&c);
+            }
+    }
+    fmoe_cpu_set_max_isa(NULL);
 }
 
 static _Atomic int signals;

@@ -23,6 +23,9 @@
  * right after the other, and waking a thread takes up to 0.4 ms in a virtual machine. With more threads than cores
  * nobody waits that way: it would keep a core from one that works. */
 #define SPINS 16000
+/* What a worker's stack has at the least: kernels take up to 80 KiB (AMX), and a default may be less, 128 KiB with musl
+ * or what ulimit -s says with glibc, thread-local variables of the whole program included. */
+#define STACK_BYTES ((size_t)512 << 10)
 
 typedef struct pool {
     pid_t pid;            /* the process it belongs to: threads do not survive fork() */
@@ -143,19 +146,25 @@ static void pool_put(pool *pl)
 static void pool_grow(pool *pl, int n_threads)
 {
     sigset_t all, old;
+    pthread_attr_t attr;
+    size_t stack;
+    if (pthread_attr_init(&attr) != 0) return;
+    if (pthread_attr_getstacksize(&attr, &stack) == 0 && stack < STACK_BYTES)
+        pthread_attr_setstacksize(&attr, STACK_BYTES);
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* signals are the application's business */
     while (pl->n_threads < n_threads && pl->n_threads < MAX_THREADS) {
         worker_start *start = malloc(sizeof *start);
         if (!start) break;
         *start = (worker_start){pl, pl->n_threads + 1, atomic_load(&pl->generation)};
-        if (pthread_create(&pl->threads[pl->n_threads], NULL, worker_main, start) != 0) {
+        if (pthread_create(&pl->threads[pl->n_threads], &attr, worker_main, start) != 0) {
             free(start);
             break;
         }
         pl->n_threads++;
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
+    pthread_attr_destroy(&attr);
 }
 
 void fmoe_pool_run(int n, void (*fn)(void *, int), void *arg)

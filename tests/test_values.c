@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "calls.h"
+#include "cpu/kernels.h"
 
 /* ---- plans ---- */
 
@@ -595,12 +596,12 @@ TEST(row26_levels)
     CHECK_STATUS(fmoe_cpu_set_max_isa("sse9"), FMOE_ERR_ARG);
     CHECK_ERROR_HAS("sse9");
     CHECK_STATUS(fmoe_cpu_set_max_isa(""), FMOE_ERR_ARG);
-    const char *levels[] = {"c", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
-    for (int i = 0; i < 5; i++) {
-        CHECK_STATUS(fmoe_cpu_set_max_isa(levels[i]), FMOE_OK);
+    const int levels = fmoe_cpu_level_count();
+    for (int i = 0; i < levels; i++) {
+        CHECK_STATUS(fmoe_cpu_set_max_isa(fmoe_cpu_level_name(i)), FMOE_OK);
         int at = -1;
-        for (int j = 0; j < 5; j++)
-            if (!strcmp(fmoe_cpu_isa(), levels[j])) at = j;
+        for (int j = 0; j < levels; j++)
+            if (!strcmp(fmoe_cpu_isa(), fmoe_cpu_level_name(j))) at = j;
         CHECK(at >= 0 && at <= i); /* never above the cap, never an invention */
         char text[512];
         api_call c;

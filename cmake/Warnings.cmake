@@ -11,6 +11,9 @@ target_compile_options(fmoe_flags INTERFACE
   -fno-math-errno -fno-trapping-math -ffp-contract=fast -fno-strict-overflow
   -fstack-protector-strong
   $<$<C_COMPILER_ID:Clang>:-Wno-enum-float-conversion>) # enumerators are our integer constants, in sums of doubles too
+if(CMAKE_C_COMPILER_ID STREQUAL GNU AND CMAKE_C_COMPILER_VERSION VERSION_LESS 11) # false alarms: designated initializers, enumerators after ?
+  target_compile_options(fmoe_flags INTERFACE -Wno-missing-field-initializers -Wno-sign-conversion)
+endif()
 target_link_options(fmoe_flags INTERFACE -Wl,-z,relro,-z,now,-z,noexecstack)
 if(FMOE_WERROR)
   target_compile_options(fmoe_flags INTERFACE -Werror)

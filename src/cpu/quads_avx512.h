@@ -178,15 +178,17 @@ static inline __attribute__((always_inline)) void along_turn(const char *p, int6
     b[3] = _mm512_shuffle_f32x4(wx2, yz2, 0xdd);
 }
 
-/* The sums of a row by one or two times four columns; lanes are added as in quads_sum. */
+/* The sums of a row by one or two times four columns; lanes are added as in quads_sum. No masks: of a constant one gcc
+ * 10.2 makes a blend, which reads all eight. */
 static inline __attribute__((always_inline)) void along_store(const int fours, const __m512 acc[2], float *c, int first)
 {
     const __m512 x = acc[0], y = acc[fours - 1];
     const __m512 two = _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y)),
                  one = _mm512_add_ps(two, _mm512_permute_ps(two, 0x4e));
     const __m256 sum = _mm512_castps512_ps256(_mm512_permutexvar_ps(quads_order(), one));
-    const __mmask8 m = fours == 2 ? 0xff : 0xf;
-    _mm256_mask_storeu_ps(c, m, first ? sum : _mm256_add_ps(_mm256_maskz_loadu_ps(m, c), sum));
+    const __m128 half = _mm256_castps256_ps128(sum);
+    if (fours == 2) _mm256_storeu_ps(c, first ? sum : _mm256_add_ps(_mm256_loadu_ps(c), sum));
+    else _mm_storeu_ps(c, first ? half : _mm_add_ps(_mm_loadu_ps(c), half));
 }
 
 /* The end of a tile whose last line is not whole: blocks of 16 bytes or less. Not inline: where the sums of a loop go

@@ -487,8 +487,8 @@ TEST(row22_thread_creation_fails)
 static void runs_with_small_stacks(void)
 {
     pthread_attr_t small;
-    REQUIRE(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 64 << 10) == 0);
-    REQUIRE(pthread_setattr_default_np(&small) == 0); /* as ulimit -s 64 does, and musl nearly */
+    REQUIRE(pthread_attr_init(&small) == 0 && pthread_attr_setstacksize(&small, 128 << 10) == 0);
+    REQUIRE(pthread_setattr_default_np(&small) == 0); /* as ulimit -s 128 does, and musl */
     layer l = make_layer(FMOE_F32, 3);
     const results want = alone(&l), r = make_results(&l);
     CHECK_STATUS(run_layer(&l, l.plan, &r), FMOE_OK);

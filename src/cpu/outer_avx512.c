@@ -70,7 +70,7 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
         }
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++)
-            store2(dtype, to + j * STEP * bytes_of(dtype), (vec2){{acc[i][2 * j], acc[i][2 * j + 1]}}, true);
+            store2(dtype, to + j * STEP * bytes_of(dtype), (vec2){{(vec)acc[i][2 * j], (vec)acc[i][2 * j + 1]}}, true);
     }
 }
 

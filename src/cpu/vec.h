@@ -30,7 +30,7 @@ enum { STEP = 2 * LANES }; /* values at a time: 16 bits of each are a register *
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef uint32_t bits __attribute__((vector_size(LANES * 4)));
 typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-typedef struct vec2 {
+typedef struct vec2 { /* gcc 9 initializes it with vec alone: what intrinsics return is cast */
     vec v[2];
 } vec2;
 
@@ -69,7 +69,8 @@ INLINE void put(void *p, vec x, const bool past)
 INLINE vec2 f16_widen(vec x)
 {
     const __m512i h = (__m512i)x;
-    return (vec2){{_mm512_cvtph_ps(_mm512_castsi512_si256(h)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1))}};
+    return (vec2){
+        {(vec)_mm512_cvtph_ps(_mm512_castsi512_si256(h)), (vec)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(h, 1))}};
 }
 INLINE vec f16_of(vec2 x)
 {
@@ -128,7 +129,8 @@ INLINE void put(void *p, vec x, const bool past)
 INLINE vec2 f16_widen(vec x)
 {
     const __m256i h = (__m256i)x;
-    return (vec2){{_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))}};
+    return (vec2){
+        {(vec)_mm256_cvtph_ps(_mm256_castsi256_si128(h)), (vec)_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))}};
 }
 INLINE vec f16_of(vec2 x)
 {
@@ -173,7 +175,7 @@ INLINE vec bf16_of(vec2 x)
 INLINE vec2 f16_widen(vec x)
 {
     const float16x8_t h = (float16x8_t)x;
-    return (vec2){{vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h)}};
+    return (vec2){{(vec)vcvt_f32_f16(vget_low_f16(h)), (vec)vcvt_high_f32_f16(h)}};
 }
 INLINE vec f16_of(vec2 x) { return (vec)vcvt_high_f16_f32(vcvt_f16_f32(x.v[0]), x.v[1]); }
 #else

@@ -137,7 +137,7 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
 {
     (void)run;
     const bool whole = fmoe_w1_whole(p, &args->w);
-    bool along1, along2, up_along;
+    bool along1 = false, along2 = false, up_along = false; /* gcc 16 does not know that E is 1 at the least */
     pack_run r = {.p = p, .w1 = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}};
     r.w2 = fmoe_w2_stack(&args->w);
     FMOE_TRY(lies_along(p, &r.w1[0], args->w.gate ? "gate" : "up", &along1));

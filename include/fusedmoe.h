@@ -25,7 +25,7 @@
  *     things the library allocates.
  *   - A call that returns an error has written no output byte, and fmoe_last_error() (per thread) names the
  *     argument and both values. (On a device, ids are checked there: see FMOE_ERR_INDEX.)
- *   - A call needs 64 KiB of its thread's stack, and 128 KiB in bf16 on a CPU with AMX.
+ *   - A call needs 64 KiB of its thread's stack, and 128 KiB in bf16 on a CPU with AMX (a Debug build: 512 KiB).
  *   - Plans are immutable: any number of threads may run one plan at the same time, each with its own workspace.
  *   - Same inputs, same bits, run to run. On the CPU also for any number of threads and any batch composition:
  *     a token's result does not depend on its neighbours.

@@ -9,10 +9,11 @@
  * What the library reads in one layout only (rows with neighbours side by side, ids of 32 or 64 bits) is copied where it has
  * another. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text.
  */
-#ifndef Py_LIMITED_API
+#define PY_SSIZE_T_CLEAN
+#include <pyconfig.h>
+#if !defined Py_LIMITED_API && !defined Py_GIL_DISABLED /* a free-threaded Python has no limited API: a binary of its own */
 #define Py_LIMITED_API 0x030A0000
 #endif
-#define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <dlfcn.h>
 #include <stdbool.h>

@@ -3,8 +3,10 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,16 @@ def test_bench(tmp_path, capsys):
     for arch in ("gpt_oss", "nemotron_h", "deepseek_v4"):
         assert bench.main(["--arch", arch, "--impl", "eager,fusedmoe", "--T", "5", "--H", "32", "--I", "16", "--E", "4", "--k", "2",
                            "--rounds", "1", "--dtype", "f32", "--device", "cpu", "--forward-only"]) == 0  # fmt: skip
+
+
+def test_free_threaded_python_gets_an_extension_of_its_own():
+    """It has no limited API: with that, its headers are an error."""
+    compiler, headers = shutil.which("cc"), sysconfig.get_path("include")
+    if not compiler or not Path(headers, "Python.h").exists():
+        pytest.skip("no compiler, or no headers of Python")
+    command = [compiler, "-E", "-dM", f"-I{headers}", f"-I{ROOT / 'include'}", str(ROOT / "python/fusedmoe/_core.c")]
+    defined = lambda *flags: "#define Py_LIMITED_API " in subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    assert defined() and not defined("-DPy_GIL_DISABLED=1")
 
 
 def test_finetune(tmp_path):

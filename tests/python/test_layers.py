@@ -33,7 +33,8 @@ def test_every_layer(directory):
     for row in table.rows(directory, CLASSES[directory], half=False):
         assert max(row.get("f32", [0])) <= 2e-6, row
         assert row["experts"] != "left alone" or directory in table.NOTES, row
-        assert row["router"] == "fused" or directory in table.NOTES or not NEW, row
+        plain = directory == "jamba" and Version("5.21") > VERSION  # a Linear, its softmax and choice in the block
+        assert row["router"] == "fused" or directory in table.NOTES or plain or not NEW, row
         words = directory, " ".join(CLASSES[directory]), row["layer"], row["experts"], row["router"]
         assert not TABLE or f"| {' | '.join(words)} |" in TABLE, f"docs/models.md has it otherwise: {words}"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from . import ops
@@ -20,7 +21,7 @@ from . import ops
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
     """The dtype to compute in: autocast's where it is on, the weights' otherwise (as transformers does)."""
     kind = "cpu" if x.is_cpu else x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if not x.is_meta and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return w.dtype
 
@@ -28,6 +29,11 @@ def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
 def _no_second_derivative() -> None:
     if torch.is_grad_enabled() and not is_compiling():
         raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
+
+
+def _constant(n: float) -> float:
+    """n; in a graph that is compiled with dynamic=True, where numbers are symbols, its value: what is in a set has one."""
+    return [*{n}][0]
 
 
 def _mask(wanted: Sequence[bool]) -> int:
@@ -54,7 +60,10 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
-        line = ops.experts_saved(x.dtype, x.device, ops.layer_sizes(w, *layer[:2]), ids.shape[1], *layer) if is_compiling() else ()
+        line = ()
+        if is_compiling():
+            *sizes, k = [_constant(n) for n in (*ops.layer_sizes(w, *layer[:2]), ids.shape[1])]
+            line = ops.experts_saved(x.dtype, x.device, tuple(sizes), k, *layer)
         out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype) if scales else w, *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
         ctx.layer = layer, scales
@@ -103,7 +112,10 @@ def experts(
             w, flags, scales = [*w, a, b], flags | flag, [*scales, 1.0, scale]
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
-    if torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w])):
+    wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
+    if is_compiling():
+        act, flags, alpha, limit = [_constant(n) for n in (act, flags, alpha, limit)]
+    if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
         plain = not is_compiling() and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:

@@ -34,7 +34,7 @@ _REPLAY = 8  # of fmoe_run
 LIST, TRANSPOSED, LORA1, LORA2, _UNGATED = (1 << bit for bit in range(16, 21))
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
-_DEVICES = {"cpu": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
+_DEVICES = {"cpu": 1, "meta": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
 
 _lib = torch.library.Library("fusedmoe", "DEF")
 _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)  # torch 2.6
@@ -128,8 +128,11 @@ def _define(schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
 
 
 def call(op: Callable, *args: Any) -> Any:
-    """op(*args) without the dispatcher (6 us), where no tracing, tensor subclass or dispatch mode wants to see the operator."""
-    if torch.compiler.is_compiling() or type(args[0]) is not Tensor or torch._C._len_torch_dispatch_stack():
+    """op(*args) without the dispatcher (6 us), where no tracing, transform, tensor subclass or dispatch mode wants to see the operator."""
+    c, x = torch._C, args[0]
+    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or c._len_torch_dispatch_stack():
+        return op(*args)
+    if c._are_functorch_transforms_active() or c._is_tracing():
         return op(*args)
     return _impl.get(op, op)(*args)
 

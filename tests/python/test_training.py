@@ -84,15 +84,15 @@ def test_a_kept_graph_keeps_what_was_saved(dtype, flags, monkeypatch):
         loss.backward()
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend, dynamic", [("aot_eager", None), ("inductor", None), ("inductor", True)])  # True: every size is a symbol
 @pytest.mark.parametrize("form", ["stacked", "list"])
-def test_compile_forward_and_backward(backend, form):
+def test_compile_forward_and_backward(backend, form, dynamic):
     torch._dynamo.reset()
     x, ids, p, w1, w2 = layer()
     w = [w1, w2] if form == "stacked" else [t.detach().clone().requires_grad_() for t in (*w1[:, :I], *w1[:, I:], *w2)]
     flags = 0 if form == "stacked" else ops.LIST
     f = lambda x, ids, p, *w: torch.tanh(fusedmoe.experts(x, ids, p, w, 0, flags)).sum()  # noqa: E731
-    compiled = torch.compile(f, fullgraph=True, backend=backend)
+    compiled = torch.compile(f, fullgraph=True, backend=backend, dynamic=dynamic)
     for n in (T, 9, 14):  # the second size makes T symbolic
         a = torch.autograd.grad(f(x[:n], ids[:n], p[:n], *w), (x, p, *w))
         b = torch.autograd.grad(compiled(x[:n], ids[:n], p[:n], *w), (x, p, *w))
@@ -102,8 +102,8 @@ def test_compile_forward_and_backward(backend, form):
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss", "DeepseekV3"])
-@pytest.mark.parametrize("how", ["apply", "name"])
-def test_compile_a_model(family, how):
+@pytest.mark.parametrize("how, dynamic", [("apply", None), ("name", None), ("name", True)])  # True: floats are symbols
+def test_compile_a_model(family, how, dynamic):
     torch._dynamo.reset()
     model = tiny(family)
     want = step(model, IDS)
@@ -111,7 +111,7 @@ def test_compile_a_model(family, how):
         fusedmoe.apply(model, routers=True)
     else:
         model.set_experts_implementation("fusedmoe")
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     model.zero_grad()
     out = compiled(input_ids=IDS, labels=IDS)
     out.loss.backward()
@@ -119,6 +119,34 @@ def test_compile_a_model(family, how):
     for n, p in model.named_parameters():
         if p.grad is not None and "experts" in n:
             assert rel(p.grad, want[2][n]) < 1e-4
+
+
+def test_forward_mode_and_vmap_are_refused():
+    """The operator alone would lose the tangent and say nothing; of a batched tensor it would read an address that is none."""
+    x, ids, p, w1, w2 = (t.detach() for t in layer())
+    f = lambda x: fusedmoe.experts(x, ids, p, [w1, w2])  # noqa: E731
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="forward mode"):
+            f(torch.autograd.forward_ad.make_dual(x, x))
+        assert torch.equal(f(x), f(x.clone()))
+    for use in (torch.vmap(f), torch.func.jacrev(f), lambda x: torch.func.jvp(f, (x,), (x,))):
+        with pytest.raises(RuntimeError, match="Batching rule not implemented|autograd.Function with functorch"):
+            use(x.expand(3, T, H))
+
+
+def test_trace():
+    x, ids, p, w1, w2 = (t.detach() for t in layer())
+    f = lambda x, ids, p: fusedmoe.experts(x, ids, p, [w1, w2])  # noqa: E731
+    traced = torch.jit.trace(f, (x[:5], ids[:5], p[:5]))
+    assert torch.equal(traced(x, ids, p), f(x, ids, p))
+
+
+def test_meta_tensors():
+    tensors = [t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in layer()]
+    x, ids, p, w1, w2 = tensors
+    out = fusedmoe.experts(x, ids, p, [w1, w2])
+    out.sum().backward()
+    assert out.is_meta and out.shape == x.shape and all(t.grad.is_meta and t.grad.shape == t.shape for t in (x, p, w1, w2))
 
 
 def test_double_use_in_one_graph():

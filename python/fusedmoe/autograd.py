@@ -31,9 +31,9 @@ def _no_second_derivative() -> None:
         raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
 
 
-def _constant(n: float) -> float:
-    """n; in a graph that is compiled with dynamic=True, where numbers are symbols, its value: what is in a set has one."""
-    return [*{n}][0]
+def _fixed(*numbers: float) -> list:
+    """The numbers; in a graph that is compiled with dynamic=True, where they are symbols, their values: what is in a set has one."""
+    return [[*{n}][0] for n in numbers]
 
 
 def _mask(wanted: Sequence[bool]) -> int:
@@ -60,10 +60,8 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
-        line = ()
-        if is_compiling():
-            *sizes, k = [_constant(n) for n in (*ops.layer_sizes(w, *layer[:2]), ids.shape[1])]
-            line = ops.experts_saved(x.dtype, x.device, tuple(sizes), k, *layer)
+        sizes = _fixed(*ops.layer_sizes(w, *layer[:2]), ids.shape[1]) if is_compiling() else []
+        line = ops.experts_saved(x.dtype, x.device, tuple(sizes[:-1]), sizes[-1], *layer) if sizes else ()
         out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype) if scales else w, *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
         ctx.layer = layer, scales
@@ -91,10 +89,8 @@ class _Experts(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Experts).apply  # apply without the 2 us it takes for functorch's transforms
 
 
-def experts(
-    x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-    limit: float = 0.0, lora: Sequence[tuple | None] = (),
-) -> Tensor:  # fmt: skip
+def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+            limit: float = 0.0, lora: Sequence[tuple | None] = ()) -> Tensor:  # fmt: skip
     """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype.
 
     lora: for W1 and for W2, the factors a [E,rank,in] and b [E,out,rank] of a low-rank adapter, and its scale if it is not 1, or None.
@@ -114,7 +110,7 @@ def experts(
     p = _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
     if is_compiling():
-        act, flags, alpha, limit = [_constant(n) for n in (act, flags, alpha, limit)]
+        act, flags, alpha, limit = _fixed(act, flags, alpha, limit)
     if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
         plain = not is_compiling() and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
@@ -145,9 +141,8 @@ def _rule(score: int = ops.SOFTMAX, renormalize: bool = False, group_score: int 
     return score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
 
 
-def route(
-    logits: Tensor, k: int, *, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0, **rule: Any
-) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, k: int, *, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0,
+          **rule: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
     """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose; rule as in ``_rule``."""
     bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(logits))
     return _Route.apply(logits, bias, k, _rule(**rule), float(eps), float(scale))
@@ -178,11 +173,9 @@ class _Block(torch.autograd.Function):
         return None, None, *grads[:before], *[None] * len(given[0]), *grads[before:]
 
 
-def block(
-    x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-    limit: float = 0.0, *, shared: Sequence[Tensor] = (), shared_gate: Tensor | None = None, b_router: Tensor | None = None,
-    select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0, **rule: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+          limit: float = 0.0, *, shared: Sequence[Tensor] = (), shared_gate: Tensor | None = None, b_router: Tensor | None = None,
+          eps: float = 0.0, select_bias: Tensor | None = None, scale: float = 1.0, **rule: Any) -> tuple[Tensor, ...]:  # fmt: skip
     """The whole MoE block of x [T,H]: out, router logits (with a gradient too), ids, weights. rule as in ``route``."""
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
     if select_bias is not None:

@@ -42,11 +42,9 @@ _impl: dict[Callable, Callable] = {}
 
 
 @cache
-def _plan(
-    op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
-    rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
-    limit: float = 0.0, rule: tuple | None = None,
-) -> int:  # fmt: skip
+def _plan(op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
+          rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
+          limit: float = 0.0, rule: tuple | None = None) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
     return _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
@@ -130,11 +128,9 @@ def _define(schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
 def call(op: Callable, *args: Any) -> Any:
     """op(*args) without the dispatcher (6 us), where no tracing, transform, tensor subclass or dispatch mode wants to see the operator."""
     c, x = torch._C, args[0]
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.is_meta or c._len_torch_dispatch_stack():
-        return op(*args)
-    if c._are_functorch_transforms_active() or c._is_tracing():
-        return op(*args)
-    return _impl.get(op, op)(*args)
+    seen = torch.compiler.is_compiling() or c._are_functorch_transforms_active() or c._is_tracing()
+    seen = seen or type(x) is not Tensor or x.is_meta or c._len_torch_dispatch_stack()
+    return op(*args) if seen else _impl.get(op, op)(*args)
 
 
 # ---- route ----------------------------------------------------------------------------------------------------------

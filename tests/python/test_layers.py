@@ -152,6 +152,20 @@ def test_a_rule_of_its_own_keeps_the_router(caplog):
 
 
 @pytest.mark.skipif(not NEW, reason="5.13")
+@pytest.mark.parametrize("defaults", [("meta", torch.float32), ("cpu", torch.bfloat16)], ids=str)
+def test_routers_are_found_whatever_the_defaults_are(defaults):
+    model = tiny("DeepseekV3")
+    try:
+        torch.set_default_device(defaults[0])
+        torch.set_default_dtype(defaults[1])
+        fusedmoe.apply(model, routers=True)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert sum(isinstance(vars(m).get("forward"), seams.Bound) for m in model.modules()) == 2
+
+
+@pytest.mark.skipif(not NEW, reason="5.13")
 def test_frozen_and_bfloat16_routers():
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny("DeepseekV3").to(dtype).requires_grad_(False)

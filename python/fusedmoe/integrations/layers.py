@@ -80,10 +80,10 @@ def activation_by_result(fn: Callable[[Tensor], Tensor], gate: bool, width: int,
     limits = {v for name, v in values.items() if "limit" in name} or {7.0}
     alphas = {v for name, v in values.items() if "alpha" in name} or {1.702}
     g = torch.Generator().manual_seed(1)
-    scale = torch.tensor([0.5, 3.0, *(2.0 * v for v in limits)]).repeat_interleave(16)[:, None]
     columns = 2 * width if gate else width
     with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        h = (torch.randn(len(scale), columns, generator=g) * scale).requires_grad_()
+        scale = torch.tensor([0.5, 3.0, *(2.0 * v for v in limits)], dtype=torch.float32).repeat_interleave(16)[:, None]
+        h = (torch.randn(len(scale), columns, generator=g, dtype=torch.float32) * scale).requires_grad_()
         try:
             want = fn(h)
             (dwant,) = torch.autograd.grad(want.sum(), h)

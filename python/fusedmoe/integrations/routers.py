@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers: one call of `route` for softmax or sigmoid, groups, top-k and normalisation.
 
-A router is still a module that is called and returns what it returned, so router logits, auxiliary losses and hooks go on
-working. Its rule is found by result: a copy of it with random weights and biases runs on random tokens, in training and not, and
-values and gradients must be those of a rule that the C library has; dtypes and bits of the logits must be the same in bfloat16
-and under autocast.
+A router is still a module that is called and returns what it returned, so router logits, auxiliary losses and hooks go on working. Its
+rule is found by result: a copy of it with random weights and biases runs on random tokens, in training and not, and values and gradients
+must be those of a rule that the C library has; dtypes and bits of the logits must be the same in bfloat16 and under autocast.
 """
 
 import copy
@@ -71,7 +70,7 @@ def _step(call: Callable, twin: nn.Module, x: Tensor, given: list[Tensor], order
     results = dict(zip(order, call(twin, x, *given)))
     ids, by_id = results[IDS].sort(1)
     p = results[WEIGHTS].gather(1, by_id)
-    loss = (p * torch.randn(p.shape, generator=torch.Generator().manual_seed(5))).sum()
+    loss = (p * torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype)).sum()
     grads = torch.autograd.grad(loss, [x, *twin.parameters()], allow_unused=True, materialize_grads=True)
     return [results.get(LOGITS, p), p, ids, *grads]
 
@@ -103,8 +102,8 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     g = torch.Generator().manual_seed(3)
     for t in (*twin.parameters(), *twin.buffers()):
         t.data.normal_(0, 0.3 if t.numel() == E else 2 * H**-0.5, generator=g)
-    given = [torch.randn(E, generator=g) * 0.3 for n in names if n.endswith("bias")]
-    for x in (torch.randn(TOKENS, H, generator=g), torch.randn(1, TOKENS, H, generator=g)):
+    given = [torch.randn(E, generator=g, dtype=torch.float32) * 0.3 for n in names if n.endswith("bias")]
+    for x in (torch.randn(*shape, generator=g, dtype=torch.float32) for shape in ((TOKENS, H), (1, TOKENS, H))):
         try:
             results = own(twin, x, *given)
             break

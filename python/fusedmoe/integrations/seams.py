@@ -41,7 +41,7 @@ def _refuse(module: nn.Module) -> None:
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(like.device, like.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7), device="cpu").to(like.device, like.dtype)
 
 
 def _names(function: Callable) -> list[str]:
@@ -194,9 +194,8 @@ def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
 def _close(a: Any, b: Any) -> bool:
     a, b = (t if isinstance(t, tuple) else (t,) for t in (a, b))
     limits = [{torch.float64: 1e-9, torch.float32: 1e-4}.get(v.dtype, 3e-2) * v.double().norm() for v in b]
-    return len(a) == len(b) and all(
-        u.shape == v.shape and limit > 0 and (u.double() - v.double()).norm() <= limit for u, v, limit in zip(a, b, limits)
-    )
+    near = (u.shape == v.shape and limit > 0 and (u.double() - v.double()).norm() <= limit for u, v, limit in zip(a, b, limits))
+    return len(a) == len(b) and all(near)
 
 
 @torch.no_grad()
@@ -214,7 +213,8 @@ def find(module: nn.Module, fuse_routers: bool = True) -> tuple[str, Callable, d
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
         if not tried:
-            return routers.find(module) if fuse_routers else None
+            with torch.device("cpu"):  # whatever the default is
+                return routers.find(module) if fuse_routers else None
         say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
     except Exception as problem:
         say_once(f"{type(module).__name__} is left as it is: {problem}")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """fusedmoe under Hugging Face transformers.
 
-v5: the name "fusedmoe" in ExpertsInterface, chosen with ``model.set_experts_implementation("fusedmoe")``,
-``from_pretrained(..., experts_implementation="fusedmoe")`` or ``apply(model)``; and "fusedmoe_composed", which rounds where
-transformers' own grouped_mm does. v4: ``apply(model)`` patches MoE blocks by their structure, after it has seen that the patched
-forward gives what the module's own gives.
+v5: the name "fusedmoe" in ExpertsInterface, chosen with ``model.set_experts_implementation("fusedmoe")``, ``from_pretrained(...,
+experts_implementation="fusedmoe")`` or ``apply(model)``; and "fusedmoe_composed", which rounds where transformers' own grouped_mm does.
+v4: ``apply(model)`` patches MoE blocks by their structure, after it has seen that the patched forward gives what the module's own gives.
 """
 
 import logging

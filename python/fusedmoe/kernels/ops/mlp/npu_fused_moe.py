@@ -61,10 +61,8 @@ class Qwen3NpuMoeFused:
         w = layers.list_weights(self)
         act = None if w is None else layers.gated_activation(self.experts[0])
         if w is None or act is None:
-            raise ValueError(
-                f"{type(self).__name__}: the experts' Linear layers are wrapped, quantized or have a bias, or their activation is "
-                "unknown; reading their weights would give a wrong result"
-            )
+            raise ValueError(f"{type(self).__name__}: the experts' Linear layers are wrapped, quantized or have a bias, or their "
+                             "activation is unknown; reading their weights would give a wrong result")  # fmt: skip
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(x)
         ids, p = route(logits, self.top_k, renormalize=bool(self.norm_topk_prob))

@@ -21,7 +21,7 @@ from . import ops
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
     """The dtype to compute in: autocast's where it is on, the weights' otherwise (as transformers does)."""
     kind = "cpu" if x.is_cpu else x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return w.dtype
 
@@ -109,10 +109,11 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
     xc = x if x.dtype == dtype else x.to(dtype)
     p = _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
-    if is_compiling():
+    compiling = is_compiling()
+    if compiling:
         act, flags, alpha, limit = _fixed(act, flags, alpha, limit)
     if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
-        plain = not is_compiling() and not torch._C._are_functorch_transforms_active()
+        plain = not compiling and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
         out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, dtype) if scales else w, act, flags, alpha, limit)

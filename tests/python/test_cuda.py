@@ -16,6 +16,7 @@ from common import V5, rel, step, tiny, worst
 from fusedmoe import GmmFunction, HybridGmmFunction, _core, ops
 from fusedmoe.integrations import routers
 from fusedmoe.kernels import apply_kernel
+from fusedmoe.kernels.ops.mlp.npu_fused_moe import Qwen3NpuMoeFused
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available() or not V5, reason="needs a CUDA device and transformers v5")
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
@@ -350,6 +351,41 @@ def test_adapters_of_peft(monkeypatch, family):
     monkeypatch.setattr(ops, "call", lambda op, *a: (adapters.append(a[7]) if op is ops.experts_backward else None, real(op, *a))[1])
     assert worst(step(model, IDS.cuda()), want) <= 3e-5
     assert len(adapters) == 2 and all(flags & ops.LORA1 and flags & ops.LORA2 for flags in adapters), "both layers, in the kernels"
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, H, I):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(*s, bias=False) for s in ((H, I), (H, I), (I, H)))
+        self.act_fn = torch.nn.SiLU()
+
+
+@pytest.mark.parametrize("scales", [(1.5,), (1.5, 0.5)], ids=["one scale", "scales"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_of_linears(dtype, scales):
+    """Experts as modules of their own, as transformers v4 has them, each Linear with an adapter of PEFT's; W frozen."""
+    peft = pytest.importorskip("peft")
+    H, I, E, k = HOPPER
+    torch.manual_seed(5)
+    block, logits = torch.nn.Module(), torch.stack([torch.randperm(E) for _ in range(1500)])  # exact in every dtype
+    block.experts, block.gate = torch.nn.ModuleList(Mlp(H, I) for _ in range(E)), lambda x: logits.to(x)
+    block.top_k, block.norm_topk_prob = k, True
+    peft.inject_adapter_in_model(peft.LoraConfig(r=8, lora_alpha=12, target_modules=["gate_proj", "up_proj", "down_proj"]), block)
+    for i, m in enumerate(m for m in block.modules() if hasattr(m, "lora_B")):
+        torch.nn.init.normal_(m.lora_B["default"].weight, std=0.2)  # zeros would hide it
+        m.scaling["default"] = scales[i % len(scales)]
+    x = torch.randn(1, len(logits), H)
+
+    def run(block, x):
+        dy = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(x)
+        factors = [p for name, p in block.named_parameters() if "lora_" in name]
+        out = Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward(block, x.requires_grad_())[0]
+        return out, *torch.autograd.grad(out, (x, *factors), dy)
+
+    block, x = block.to(dtype), x.to(dtype)
+    got = run(copy.deepcopy(block).cuda(), x.cuda())
+    for a, b in zip(got, run(block.double(), x.double()), strict=True):
+        assert rel(a, b.cuda()) < 2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

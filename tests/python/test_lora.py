@@ -223,9 +223,10 @@ ALL = [r"gate_proj", r"up_proj", r"down_proj"]
 
 
 @separate
+@pytest.mark.parametrize("alphas", [{}, {"up_proj": 40}], ids=["one scale", "scales"])
 @pytest.mark.parametrize("targets", [ALL, ["down_proj"], ["gate_proj", "up_proj"]])
-def test_linears_as_peft(monkeypatch, targets):
-    model = adapted(tiny("Qwen3Moe"), target_modules=targets)
+def test_linears_as_peft(monkeypatch, targets, alphas):
+    model = adapted(tiny("Qwen3Moe"), target_modules=targets, alpha_pattern=alphas)
     calls = counted(monkeypatch)
     got, want = both(model, calls)
     assert calls == [2, 2] and worst(got, want) < 3e-5

@@ -226,7 +226,7 @@ def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     return next((names for names in _NAMES if all(n in first for n in names)), None)
 
 
-def list_weights(block: nn.Module) -> tuple[list[Tensor], tuple] | None:
+def list_weights(block: nn.Module) -> tuple[list[Tensor], Sequence] | None:
     """gates, ups, downs of all experts of a block, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
     plain: wrapped in something else than PEFT's LoRA, quantized, with bias or hooks."""
     from . import peft  # which imports this module
@@ -243,10 +243,8 @@ def list_weights(block: nn.Module) -> tuple[list[Tensor], tuple] | None:
                 return None
             w.append(weight)
             adapters.append(adapter)
-    if not any(adapters):
-        return w, ()
-    lora = peft.stack(adapters) if w[0].is_cpu else None  # other backends have adapters beside stacks only
-    return None if lora is None else (w, tuple(lora))
+    lora = peft.stack(adapters) if any(adapters) else ()
+    return None if lora is None or (lora and w[0].device.type == "npu") else (w, lora)  # which has adapters beside stacks only
 
 
 def gated_activation(module: nn.Module) -> int | None:

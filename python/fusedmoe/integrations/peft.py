@@ -96,10 +96,12 @@ def stack(adapters: list[Adapter]) -> list[Factors] | None:
         if ranks == {0}:
             found.append(None)
             continue
-        a = torch.stack([lora.lora_A[name].weight * lora.scaling[name] for lora, name in part])  # each may have its own
-        b = torch.stack([lora.lora_B[name].weight for lora, name in part])
+        a, b = (torch.stack([getattr(lora, of)[name].weight for lora, name in part]) for of in ("lora_A", "lora_B"))
+        scales = [lora.scaling[name] for lora, name in part]
+        if len({*scales}) > 1:  # each has its own
+            a, scales = a * a.new_tensor(scales).view(-1, 1, 1), [1.0]
         if len(part) > E:  # gate and up have an A each: one below the other, and their B on the diagonal
             a = torch.cat((a[:E], a[E:]), 1)
             b = torch.cat([nn.functional.pad(t, pad) for t, pad in ((b[:E], (0, *ranks)), (b[E:], (*ranks, 0)))], 1)
-        found.append((a, b, 1.0))
+        found.append((a, b, scales[0]))
     return found

@@ -3,6 +3,7 @@
 
     python bench/lora.py --table [1,4]      the table of docs/benchmarks.md, or some rows of it (all: some ten minutes on two cores)
     python bench/lora.py [--layers 2] [--H 1024] [--I 512] [--E 32] [--k 4] [--T 512] [--rank 16] [--dtype float32] [--checkpoint 0] [--device cpu]
+    python bench/lora.py --layer --device cuda --H 2048 --I 768 --E 128 --k 8 --T 4096 --dtype bfloat16 [--steps 20]
 
 Each way runs in a process of its own, on the same random model, adapters and batch. What is counted:
 
@@ -16,6 +17,9 @@ Each way runs in a process of its own, on the same random model, adapters and ba
                   that makes nothing of its own
 
 Ratios are to fusedmoe's. Losses must fall alike. --checkpoint 1: with gradient checkpointing.
+
+--layer: experts alone on a GPU, forward and backward, adapters in the layer's dtype and in float32; "W + BA" makes that by torch and
+multiplies by torch's grouped product, as PEFT does. The peak is what a step takes on top of what lay there before it.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from pathlib import Path
 WAYS = {"eager": "PEFT, eager", "grouped_mm": "PEFT, grouped_mm", "fusedmoe": "fusedmoe", "none": "no experts"}
 SMALL, LARGE = dict(layers=4), dict(H=2048, I=768, E=128, k=8)  # LARGE: layers of Qwen3-30B-A3B
 BF16 = dict(dtype="bfloat16")
+LAYER = ["without", "fusedmoe", "fusedmoe, f32", "W + BA", "W + BA, f32"]  # ways of --layer
 TABLE = [
     ("4 layers, H=1024 I=512 E=32 k=4, f32", dict(SMALL)),
     ("same, T = 2048", dict(SMALL, T=2048)),
@@ -142,6 +147,49 @@ def cells(rows: dict[str, dict]) -> dict[str, list[str]]:
     return found
 
 
+def layer(o: argparse.Namespace) -> None:
+    """One layer of experts, W frozen: a line a way."""
+    import torch
+    from torch.nn import functional as F
+
+    from fusedmoe.autograd import experts
+
+    dtype, T, H, I, E, k, r = getattr(torch, o.dtype), o.T, o.H, o.I, o.E, o.k, o.rank
+    torch.manual_seed(0)
+    torch.set_default_device(o.device)
+
+    def draw(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return (torch.randn(shape) * shape[-1] ** -0.5).to(dtype)
+
+    w1, w2, x, dout = draw(E, 2 * I, H), draw(E, H, I), draw(T, H).requires_grad_(), draw(T, H)
+    p, ids = torch.randn(T, E).softmax(-1).topk(k)
+    p.requires_grad_()
+
+    def merged(a1, b1, a2, b2):
+        order = ids.flatten().argsort()
+        tokens, ends = order // k, torch.bincount(ids.flatten(), minlength=E).cumsum(0).int()
+        up, down = (w + torch.bmm(b, a).to(dtype) for w, b, a in ((w1, b1, a1), (w2, b2, a2)))
+        gate, h = torch._grouped_mm(x[tokens], up.transpose(1, 2), offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(gate) * h, down.transpose(1, 2), offs=ends)
+        return torch.zeros_like(x).index_add_(0, tokens, y * p.flatten()[order, None].to(dtype))
+
+    for title in LAYER:
+        shapes, kind = ((E, r, H), (E, 2 * I, r), (E, r, I), (E, H, r)), torch.float32 if "f32" in title else dtype
+        f = [draw(*shape, dtype=kind).requires_grad_() for shape in shapes if title != "without"]
+        before, at = torch.cuda.memory_allocated(), [torch.cuda.Event(enable_timing=True) for _ in range(o.steps + 4)]
+        for step, event in enumerate(at):  # no one waits between the steps; the first three are not counted
+            event.record()
+            if step == 3:
+                torch.cuda.reset_peak_memory_stats()
+            out = merged(*f) if title[0] == "W" else experts(x, ids, p, [w1, w2], lora=(f[:2], f[2:]) if f else ())
+            torch.autograd.grad(out, [x, p, *f], dout)
+            del out
+        torch.cuda.synchronize()
+        ms = statistics.median(a.elapsed_time(b) for a, b in zip(at[3:], at[4:]))
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+        print(f"H={H} I={I} E={E} k={k} T={T} rank={r} {title:14} {ms:8.3f} ms {peak:8.0f} MiB", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = dict(layers=2, H=1024, I=512, E=32, k=4, T=512, rank=16, steps=3, threads=2, checkpoint=0)
@@ -151,8 +199,12 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ways", default="grouped_mm,fusedmoe,none", help=f"which of {', '.join(WAYS)}, with a comma between")
     parser.add_argument("--table", nargs="?", const="", metavar="ROWS")
+    parser.add_argument("--layer", action="store_true")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     o = parser.parse_args()
+    if o.layer:
+        layer(o)
+        return 0
     if o.way:
         run(o.way, o)
         return 0

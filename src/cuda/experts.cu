@@ -6,8 +6,8 @@
 //
 // Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows come later.
 //
-// Adapters: a product's rows also pass through the factors, in rows of `rank` columns, and what comes out is added to its result, so the
-// activation has a kernel of its own then. l1 = x A1 is kept too; p*l2 is made of p*a.
+// Adapters: before a product its rows pass through one factor, into rows of `rank` columns, which with the other factor are further steps of
+// the product. l1 = x A1 is kept too; p*l2 is made of p*a.
 #include "decode.cuh"
 #include "ops.cuh"
 #include "products.cuh"
@@ -246,6 +246,17 @@ static Weight factor_weight(const fmoe_tensor *t)
     return v;
 }
 
+// B1, in parts too where h has all gates, then all ups.
+static Weight b1_factor(const Layer &l, const fmoe_plan_impl *p, const fmoe_tensor *t)
+{
+    Weight v = factor_weight(t);
+    if (!p->gated) return v;
+    v.parts = 2;
+    v.part[1] = v.whole;
+    v.part[1].p = (char *)v.whole.p + (size_t)(l.I * v.whole.r) * fmoe_dtype_size(l.dtype);
+    return v;
+}
+
 // Biases in the order of h.
 static Bias b1_bias(const Layer &l, const fmoe_plan_impl *p, const fmoe_tensor *b)
 {
@@ -292,12 +303,13 @@ static ActArgs act_args(const Layer &l, const fmoe_plan_impl *p, const void *h)
 
 // Whether the forward fuses the activation; if it does not, h takes the order of an interleaved stack. Forward and backward
 // decide this alike, from x and the weights.
-static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3], Weight *w1)
+static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3], const Low &low, Weight *w1)
 {
     const size_t size = fmoe_dtype_size(l.dtype);
     *w1 = w1_weight(l, p, &a->w, list, size);
-    if (!p->d.rank1 && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1)) return true;
-    if (!w1->single && a->w.w1) {
+    const bool alternate = !w1->single && a->w.w1; // B1's rows too then: no fused product takes them
+    if (!(alternate && low.rows.cols) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1, low)) return true;
+    if (alternate) {
         l.mixed = true;
         *w1 = w1_weight(l, p, &a->w, list, size);
     }
@@ -340,16 +352,6 @@ static void combine(const Layer &l, const void *y, const View *p, const fmoe_ten
     combine_rows(l.dtype, c, l.stream);
 }
 
-// h = x W1^T + b1 + (x A1^T) B1^T, from x where it lies.
-static void up_with_adapter(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, const Weight &w1, const Bias &b1, const Rows &l1, void *h)
-{
-    const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)};
-    up_product(l, x.p, x.ld, w1, b1, h);
-    if (!p->d.rank1) return;
-    low_product(l, x, true, factor_weight(a->w.lora_a1), false, l1);
-    low_add(l, l1, factor_weight(a->w.lora_b1), false, Rows{h, l.HC, l.HC});
-}
-
 fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
 {
     const Plan *plan = plan_of(p);
@@ -370,25 +372,25 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     sort_rows(l, p, a, f.part);
 
     Weight w1;
-    const bool fused = decide_fused(l, p, a, f.lists.w, &w1);
+    const Low low1 = {f.l1, b1_factor(l, p, a->w.lora_b1)}, low2 = {f.l2, factor_weight(a->w.lora_b2)};
+    const bool fused = decide_fused(l, p, a, f.lists.w, low1, &w1);
     const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
     const void *x = fmoe_data(a->x);
     const int64_t ldx = fmoe_stride(a->x, 0);
     const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
+    if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, f.l1);
     if (fused) {
-        up_fused(l, x, ldx, w1, b1, h, f.a);
+        up_fused(l, x, ldx, w1, b1, low1, h, f.a);
     } else {
         if (!h) h = f.h;
-        up_with_adapter(l, p, a, w1, b1, f.l1, h);
+        up_product(l, x, ldx, w1, b1, low1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
         act_forward(l.dtype, p->gated, act, l.stream);
         l.begin = SM90_AFTER;
     }
-    const Rows acted = {f.a, l.I, l.I};
-    if (p->d.rank2) low_product(l, acted, false, factor_weight(a->w.lora_a2), false, f.l2);
-    down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), f.y);
-    if (p->d.rank2) low_add(l, f.l2, factor_weight(a->w.lora_b2), false, Rows{f.y, l.H, l.H});
+    if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, f.l2);
+    down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), low2, f.y);
     const View probs = tensor_view(a->weights);
     combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
     FMOE_TRY(l.status);
@@ -477,7 +479,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
 
     const fmoe_weights *dw = &a->dw;
     Weight w1;
-    const bool fused = decide_fused(l, p, a, b.lists.w, &w1);
+    const Low low1 = {b.l1, b1_factor(l, p, a->w.lora_b1)}, back1 = {b.m1, factor_weight(a->w.lora_a1)}, back2 = {b.m2, factor_weight(a->w.lora_a2)};
+    const bool fused = decide_fused(l, p, a, b.lists.w, low1, &w1);
     const Weight w2 = w2_weight(l, &a->w, b.lists.w[2], fmoe_dtype_size(l.dtype));
     const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
     const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
@@ -491,17 +494,15 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
-            if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, h, b.pa);
-            else up_with_adapter(l, p, a, w1, b1, b.l1, h);
+            if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, b.l1);
+            if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, low1, h, b.pa);
+            else up_product(l, x, ldx, w1, b1, low1, h);
         }
-        if (fused && !p->d.rank2 && dh_fused_ok(l, dout, ldd, w2)) {
-            parts = dh_fused(l, dout, ldd, w2, h, b.dh, b.pa, b.dp);
+        if (p->d.rank2) low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, b.m2);
+        if (fused && dh_fused_ok(l, dout, ldd, w2, back2)) {
+            parts = dh_fused(l, dout, ldd, w2, back2, h, b.dh, b.pa, b.dp);
         } else {
-            da_product(l, dout, ldd, w2, b.da);
-            if (p->d.rank2) {
-                low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, b.m2);
-                low_add(l, b.m2, factor_weight(a->w.lora_a2), true, Rows{b.da, l.I, l.I});
-            }
+            da_product(l, dout, ldd, w2, back2, b.da);
             ActArgs act = act_args(l, p, h);
             act.da = b.da;
             act.dh = b.dh;
@@ -520,8 +521,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (any_low1) factor_grads(l, a, b, add, false);
     if (a->dx) {
         if (!any_dw1 || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
-        dx_product(l, b.dh, w1, b.dxr);
-        if (p->d.rank1) low_add(l, b.m1, factor_weight(a->w.lora_a1), true, Rows{b.dxr, l.H, l.H});
+        dx_product(l, b.dh, w1, back1, b.dxr);
     }
     if (a->dweights) {
         DpArgs d = {};

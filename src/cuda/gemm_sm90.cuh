@@ -41,7 +41,7 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
 };
 
 struct Tile {
-    int e, part, m0, n0, steps, tail, row0, end; // steps of 64 in k and (weight gradients) `tail` more of 16
+    int e, part, m0, n0, steps, tail, row0, end; // steps of 64 in k and `tail` more of 16: the last rows of an expert, or of an adapter's rank
     int past;                                    // ragged: of the last step, the first row that is not the expert's; 0: none
     int share_a, share_b, live;
 };
@@ -110,8 +110,8 @@ template <class C> struct Scheduler {
                 t.share_a = 1;
                 if (n >= cols) n = cols - 1, t.live = 0;
             }
-            t.steps = p.k_steps * p.parts;
-            t.tail = 0;
+            t.steps = p.k_steps * p.parts + p.low_steps;
+            t.tail = p.low_tail;
             t.m0 = t.row0 = offset_of<C>(p, e) + m * C::BM;
             t.end = offset_of<C>(p, e + 1);
         }
@@ -123,16 +123,18 @@ template <class C> struct Scheduler {
 };
 
 // The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction; z: where
-// the expert's weights are.
-template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank, const int (&z)[2])
+// the expert's weights are. low: a step of the adapter, whose rows are never gathered.
+template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank, const int (&z)[2], bool low = false)
 {
     const uint32_t b = a + C::A_BYTES;
-    if constexpr (!C::GATHER_A) {
+    mbar_expect(bar, low ? C::STAGE : C::TX_BYTES);
+    if (!C::GATHER_A || low) {
+        const CUtensorMap *const map = low ? &p.low : &p.a;
 #pragma unroll
         for (int i = 0; i < C::BM / 64; i++) {
-            const int x = C::WGRAD ? t.part * p.M + t.m0 + 64 * i : (part * p.k_steps + k) * 64, y = C::WGRAD ? krow : t.m0 + 64 * i;
-            if (!t.share_a) tma_load2(a + i * 8192, &p.a, bar, x, y);
-            else if (i % 2 == rank) tma_load2_multicast(a + i * 8192, &p.a, bar, x, y, 3);
+            const int x = C::WGRAD ? t.part * p.M + t.m0 + 64 * i : ((low ? 0 : part * p.k_steps) + k) * 64, y = C::WGRAD ? krow : t.m0 + 64 * i;
+            if (!t.share_a) tma_load2(a + i * 8192, map, bar, x, y);
+            else if (i % 2 == rank) tma_load2_multicast(a + i * 8192, map, bar, x, y, 3);
         }
     }
     if constexpr (!C::GATHER_B) {
@@ -140,7 +142,7 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
             if (t.share_b && i % 2 != rank) continue;
-            int x = 0, y = 0, which = part;
+            int x = 0, y = 0, which = low ? 0 : part;
             if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / 2);
             if (C::B == B_GLU) x = k * 64, y = t.n0, which = i;
             if (C::B == B_NMAJOR) x = t.n0 + 64 * i, y = k * 64;
@@ -148,8 +150,12 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
                 x = t.n0 + 64 * i;
                 if (t.share_b) tma_load2_multicast(b + i * BYTES, &p.b[0], bar, x, krow, 3);
                 else tma_load2(b + i * BYTES, &p.b[0], bar, x, krow);
-            } else if (t.share_b) tma_load_multicast(b + i * BYTES, &p.b[which], bar, x, y, z[which], 3);
-            else tma_load(b + i * BYTES, &p.b[which], bar, x, y, z[which]);
+                continue;
+            }
+            const CUtensorMap *const map = low ? &p.low_b[which] : &p.b[which];
+            const int e = low ? t.e : z[which];
+            if (t.share_b) tma_load_multicast(b + i * BYTES, map, bar, x, y, e, 3);
+            else tma_load(b + i * BYTES, map, bar, x, y, e);
         }
     }
 }
@@ -176,10 +182,8 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
             const bool past = C::RAGGED && t.past && i + 1 == steps;
             const uint32_t full = ring.full + 8 * s, bar = past ? cut + 8 * s : full, stage = ring.base + s * C::STAGE;
             mbar_wait(ring.empty + 8 * s, phase);
-            if (lane == 0) {
-                mbar_expect(bar, C::TX_BYTES);
-                load_stage<C>(p, t, part, k, krow + 64 * i, stage, bar, rank, z);
-            }
+            const bool low = !C::WGRAD && part == p.parts;
+            if (lane == 0) load_stage<C>(p, t, part, k, krow + 64 * i, stage, bar, rank, z, low);
             if (past) { // the rows of the next group become zeros before anybody sees the stage
                 mbar_wait(bar, cut_phase >> s & 1);
                 cut_phase ^= 1u << s;
@@ -190,7 +194,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
                 __syncwarp();
                 if (lane == 0) mbar_arrive(full);
             }
-            if (++k == p.k_steps && !C::WGRAD) k = 0, part++;
+            if (++k == p.k_steps && !C::WGRAD && !low) k = 0, part++;
             if (++s == C::STAGES) s = 0, phase ^= 1;
         }
     }
@@ -209,12 +213,9 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
     Scheduler<C> sched(p);
     Tile t, ahead;
     int s = 0, phase = 1, z[2] = {0, 0};
-    auto begin = [&](int k, int krow) {
+    auto begin = [&](int k, int krow, bool low = false) {
         mbar_wait(ring.empty + 8 * s, phase);
-        if (thread == 0) {
-            mbar_expect(ring.full + 8 * s, C::TX_BYTES);
-            load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
-        }
+        if (thread == 0) load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, low);
     };
     auto end = [&] {
         cp_async_arrive(ring.full + 8 * s);
@@ -236,10 +237,10 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
             z[0] = place_of(p.place_b[0], t.e), z[1] = place_of(p.place_b[1], t.e);
             more = sched.next(ahead);
             if (more) load_tokens();
-            for (int k0 = 0; k0 < t.steps; k0 += 2) {
+            for (int k0 = 0; k0 < p.k_steps; k0 += 2) {
 #pragma unroll
                 for (int k = 0; k < 2; k++) {
-                    if (k0 + k >= t.steps) break;
+                    if (k0 + k >= p.k_steps) break;
                     begin(k0 + k, 0);
 #pragma unroll
                     for (int i = 0; i < 8; i++) cp_async16(dst + s * C::STAGE + i * 2048, src[i] + k * 64);
@@ -247,6 +248,11 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
                 }
 #pragma unroll
                 for (int i = 0; i < 8; i++) src[i] += 128;
+            }
+            const int rest = t.steps + (t.tail != 0) - p.k_steps;
+            for (int k = 0; k < rest; k++) {
+                begin(k, 0, true);
+                end();
             }
         }
     } else {
@@ -407,12 +413,10 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
             advance();
         };
         for (int k = 0; k < t.steps; k++) step(k, std::integral_constant<int, 4>());
-        // Of the last rows of an expert only whole 16s are its own.
-        if constexpr (C::WGRAD) {
-            if (t.tail == 1) step(t.steps, std::integral_constant<int, 1>());
-            if (t.tail == 2) step(t.steps, std::integral_constant<int, 2>());
-            if (t.tail == 3) step(t.steps, std::integral_constant<int, 3>());
-        }
+        // Of the last rows of an expert only whole 16s are its own; of a rank the rest would be zeros.
+        if (t.tail == 1) step(t.steps, std::integral_constant<int, 1>());
+        if (t.tail == 2) step(t.steps, std::integral_constant<int, 2>());
+        if (t.tail == 3) step(t.steps, std::integral_constant<int, 3>());
         more = sched.next(ahead); // while the last products run
         known = true;
         wgmma_wait<0>();

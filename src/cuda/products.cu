@@ -12,7 +12,8 @@ static bool launch(Layer &l, Sm90Product product, int f32, Sm90Args &a)
     const bool wgrad = product == SM90_WGRAD_GATHER_A || product == SM90_WGRAD_GATHER_B, rows = product == SM90_ROWS_K || product == SM90_ROWS_N;
     const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list; // written by a launch, perhaps the last one
     if (fused) l.readies++;
-    a.begin = (wgrad || rows) && !list ? l.begin : SM90_AFTER;
+    const bool low = a.low_steps || a.low_tail; // whose rows the last launch wrote
+    a.begin = (wgrad || rows) && !list && !low ? l.begin : SM90_AFTER;
     a.halves = fused;
     a.ready = l.readies ? &l.ready[l.readies - 1] : nullptr;
     l.begin = fused || (wgrad && l.readies) ? SM90_EARLY : SM90_AFTER;
@@ -38,16 +39,16 @@ static bool place(const Mat &w, int64_t size, const Layer &l, Place *q, int64_t 
 struct WeightMap {
     bool ok, n_major;
 };
-static WeightMap weight_map(Sm90Args &a, int i, const Layer &l, const Mat &w, int64_t rows, int64_t cols, bool swap, int box_rows)
+static WeightMap weight_map(CUtensorMap &map, Place &where, const Layer &l, const Mat &w, int64_t rows, int64_t cols, bool swap, int box_rows)
 {
     const bool unit_cols = w.c == 1, unit_rows = w.r == 1;
     int64_t count, step;
-    if ((!unit_cols && !unit_rows) || !place(w, 2, l, &a.place_b[i], &count, &step)) return {false, false};
+    if ((!unit_cols && !unit_rows) || !place(w, 2, l, &where, &count, &step)) return {false, false};
     // The contiguous dimension is the inner one; whether that is k or n decides the product.
     const int64_t dim[3] = {unit_cols ? cols : rows, unit_cols ? rows : cols, count}, stride[3] = {1, unit_cols ? w.r : w.c, step};
     const bool n_major = unit_cols == swap;
     const int box[3] = {64, n_major ? 64 : box_rows, 1};
-    return {sm90_map(&a.b[i], l.dtype, w.p, dim, stride, box), n_major};
+    return {sm90_map(&map, l.dtype, w.p, dim, stride, box), n_major};
 }
 
 // Rows of an activation: {column, row}, boxes of 64 columns x `box_rows` rows.
@@ -59,6 +60,28 @@ static bool rows_map(CUtensorMap *m, const Layer &l, const Rows &x, int64_t part
     const int64_t dim[3] = {x.cols / parts, parts, l.rows}, stride[3] = {1, x.cols / parts, x.ld};
     const int box[3] = {64, 1, box_rows};
     return sm90_map(m, l.dtype, x.p, dim, stride, box);
+}
+
+// An adapter's rows, and its steps: 64 each, in the last of them only the 16s there are.
+static bool low_rows(Sm90Args &a, const Layer &l, const Rows &low)
+{
+    a.low_steps = (int)(low.cols / 64);
+    a.low_tail = (int)(low.cols % 64 + 15) / 16;
+    if (a.low_tail > (a.tokens ? 1 : 3)) a.low_steps++, a.low_tail = 0;
+    return a.tokens ? rows_map(&a.low, l, low, 1, 64) && rows_map(&a.low16, l, low, 1, 16) : rows_map2(&a.low, l, low, 64);
+}
+
+// And its factor, in as many parts as the weights and lying as they do.
+static bool low_maps(Sm90Args &a, const Layer &l, const Low &low, int parts, bool rows_k, bool n_major, int box_rows)
+{
+    if (!low.rows.cols) return true;
+    for (int i = 0; i < parts; i++) {
+        Place stack;
+        const Weight &f = low.factor;
+        const WeightMap m = weight_map(a.low_b[i], stack, l, parts == 1 ? f.whole : f.part[i], f.rows / parts, f.cols, rows_k, box_rows);
+        if (!m.ok || m.n_major != n_major) return false;
+    }
+    return low_rows(a, l, low.rows);
 }
 
 // Results of the tokens kernel.
@@ -132,7 +155,7 @@ static void set_bias(GemmArgs &g, const Bias &b)
 }
 
 // Rows (gathered or not) times weights on Hopper. rows_k: the contraction runs over the rows of the weight.
-static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
+static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
 {
     if (!hopper(l) || !x.p || !out.p || (b.p && b.split != INT64_MAX)) return false;
     Sm90Args a = base_args(l);
@@ -144,10 +167,11 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
     a.tokens = gathered || l.ragged || fmoe_cuda_use_tokens(l.R, l.E) || (x.cols / parts) % 64 != 0 || b.p;
     bool n_major = false;
     for (int i = 0; i < parts; i++) {
-        const WeightMap m = weight_map(a, i, l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k, SM90_BOX);
+        const WeightMap m = weight_map(a.b[i], a.place_b[i], l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k, SM90_BOX);
         if (!m.ok || (i && m.n_major != n_major)) return false;
         n_major = m.n_major;
     }
+    if (!low_maps(a, l, low, 1, rows_k, n_major, SM90_BOX)) return false;
     if (gathered ? !gather_ok(x.p, x.ld) || x.cols % 64 != 0 : a.tokens ? !rows_map(&a.a, l, x, parts, 64) || !rows_map(&a.a16, l, x, parts, 16) : !rows_map2(&a.a, l, x, 64)) return false;
     if (!(a.tokens ? token_maps(a.d, l, out, 1) : rows_map2(&a.d[0], l, out, 16))) return false;
     if (l.ragged && !rows_map(&a.d1, l, out, 1, 1)) return false;
@@ -162,7 +186,7 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
     return launch(l, product, 0, a);
 }
 
-bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, out); }
+bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, Low{}, out); }
 
 static GemmArgs rows_args(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Rows &out)
 {
@@ -178,44 +202,43 @@ static GemmArgs rows_args(Layer &l, const Rows &x, bool gathered, const Weight &
     return g;
 }
 
-static void rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
+static void rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
 {
-    if (rows_hopper(l, x, gathered, w, rows_k, b, out)) return;
-    GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
-    set_bias(g, b);
+    if (rows_hopper(l, x, gathered, w, rows_k, b, low, out)) return;
+    if (!low.rows.cols || !rows_hopper(l, x, gathered, w, rows_k, b, Low{}, out)) {
+        GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
+        set_bias(g, b);
+        gemm_sm80(l.dtype, g, l.stream);
+    }
+    if (!low.rows.cols) return;
+    GemmArgs g = rows_args(l, low.rows, false, low.factor, rows_k, out);
+    g.accumulate = 1;
     gemm_sm80(l.dtype, g, l.stream);
 }
 
-void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h)
+void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h)
 {
-    rows_product(l, Rows{x, l.H, ldx}, true, w1, false, b1, Rows{h, l.HC, l.HC});
+    rows_product(l, Rows{x, l.H, ldx}, true, w1, false, b1, low, Rows{h, l.HC, l.HC});
 }
 
-void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, void *y)
+void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Low &low, void *y)
 {
-    rows_product(l, Rows{a, l.I, l.I}, false, w2, false, b2, Rows{y, l.H, l.H});
+    rows_product(l, Rows{a, l.I, l.I}, false, w2, false, b2, low, Rows{y, l.H, l.H});
 }
 
-void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, void *da)
+void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, void *da)
 {
-    rows_product(l, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, Rows{da, l.I, l.I});
+    rows_product(l, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, low, Rows{da, l.I, l.I});
 }
 
-void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr)
+void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void *dxr)
 {
-    rows_product(l, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, Rows{dxr, l.H, l.H});
+    rows_product(l, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, low, Rows{dxr, l.H, l.H});
 }
 
 void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, const Rows &out)
 {
-    if (!lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), l.stream)) rows_product(l, x, gathered, factor, rows_k, Bias{}, out);
-}
-
-void low_add(Layer &l, const Rows &low, const Weight &factor, bool rows_k, const Rows &out)
-{
-    GemmArgs g = rows_args(l, low, false, factor, rows_k, out);
-    g.accumulate = 1;
-    gemm_sm80(l.dtype, g, l.stream);
+    if (!lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), l.stream)) rows_product(l, x, gathered, factor, rows_k, Bias{}, Low{}, out);
 }
 
 // ---- Fused ----
@@ -226,26 +249,41 @@ static bool kmajor_ok(const Mat &w)
     return w.c == 1 && w.r % 8 == 0 && (w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : w.g % 8 == 0) && (uintptr_t)w.p % 16 == 0;
 }
 
-bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1)
+static bool low_ok(const Layer &l, const Low &low)
 {
-    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx)) return false;
+    bool ok = true;
+    for (int i = 0; i < low.factor.parts && low.rows.cols; i++) ok = ok && kmajor_ok(low.factor.part[i]) && (low.factor.part[i].g > 0 || l.E == 1);
+    return ok;
+}
+
+bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Low &low)
+{
+    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !low_ok(l, low)) return false;
     return w1.parts == 2 ? w1.strided && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) : w1.single && kmajor_ok(w1.whole);
 }
 
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h, void *a_out)
+// Gates and ups of one tensor, up after gate at one distance.
+static bool turns_map(CUtensorMap *m, const Layer &l, const Weight &w)
+{
+    const Mat &g = w.part[0], &u = w.part[1];
+    return !g.list && !u.list && g.r == u.r && (l.E == 1 || g.g == u.g) && (char *)u.p > (char *)g.p &&
+           sm90_map_glu(m, l.dtype, g.p, w.cols, l.I, l.E, g.r, ((char *)u.p - (char *)g.p) / 2, g.g);
+}
+
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h, void *a_out)
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
     const bool gated = w1.parts == 2, swiglu = gated && l.act.kind == FAST_SWIGLU && !b1.p;
     a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !swiglu;
-    // Few rows, SwiGLU, and up after gate at one distance: both are one tensor.
-    const Mat &g = w1.part[0], &u = w1.part[1];
-    const bool turns = swiglu && a.tokens && !g.list && !u.list && g.r == u.r && (l.E == 1 || g.g == u.g) && (char *)u.p > (char *)g.p &&
-                       sm90_map_glu(&a.b[0], l.dtype, g.p, l.H, l.I, l.E, g.r, ((char *)u.p - (char *)g.p) / 2, g.g);
+    // Few rows and SwiGLU.
+    const bool turns = swiglu && a.tokens && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
     const Sm90Product product = turns || (swiglu && !a.tokens) ? SM90_UP_SWIGLU : gated ? SM90_UP_GLU : SM90_UP_ACT;
     const int box = product == SM90_UP_SWIGLU ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
-    bool ok = turns || (weight_map(a, 0, l, gated ? g : w1.whole, l.I, l.H, false, box).ok && (!gated || weight_map(a, 1, l, u, l.I, l.H, false, box).ok));
+    bool ok = true;
+    for (int i = 0; i < w1.parts && !turns; i++) ok = ok && weight_map(a.b[i], a.place_b[i], l, w1.part[i], l.I, l.H, false, box).ok;
+    ok = ok && (turns || low_maps(a, l, low, w1.parts, false, false, box));
     ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, w1.parts)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
@@ -262,16 +300,16 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     launch(l, product, 0, a);
 }
 
-bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2)
+bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low)
 {
-    return l.plan->path == FMOE_PATH_SM90 && w2.single && kmajor_ok(w2.whole) && gather_ok(dout, ldd);
+    return l.plan->path == FMOE_PATH_SM90 && w2.single && kmajor_ok(w2.whole) && gather_ok(dout, ldd) && low_ok(l, low);
 }
 
-int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const void *h, void *dh, void *pa, float *dp)
+int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, const void *h, void *dh, void *pa, float *dp)
 {
     if (!hopper(l)) return 0;
     Sm90Args a = base_args(l);
-    if (!weight_map(a, 0, l, w2.whole, l.H, l.I, true, SM90_BOX).ok) {
+    if (!weight_map(a.b[0], a.place_b[0], l, w2.whole, l.H, l.I, true, SM90_BOX).ok || !low_maps(a, l, low, 1, true, true, SM90_BOX)) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the dh product");
         return 0;
     }

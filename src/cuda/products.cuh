@@ -34,31 +34,38 @@ struct Bias {
     int64_t g, n, split, delta;
 };
 
-// h = gather(x) W1^T + b1, or with the activation in one kernel; a and h are [rows, I] and [rows, HC].
-void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h);
-bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1);
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, void *h, void *a);
-// y = a W2^T + b2
-void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, void *y);
-// da = gather(dout) W2
-void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, void *da);
-// the same with the backward of the activation; returns the number of parts of dp
-bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2);
-int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const void *h, void *dh, void *pa, float *dp);
-// dx rows = dh W1
-void dx_product(Layer &l, const void *dh, const Weight &w1, void *dxr);
-// dW1[e] = dh^T gather(x), dW2[e] = gather(dout)^T pa
-void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
-void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
-
-// An adapter: rows of `rank` columns, out = x factor; what they add to rows of the layer, out += low factor; and the gradients of
-// factors, d[e] = x^T y with one side gathered or neither. rows_k: the contraction runs over the factor's rows.
 struct Rows {
     const void *p;
     int64_t cols, ld;
 };
+
+// An adapter's part of a product: rows of `rank` columns (0: none) times a factor, stored as the product's weights are. On Hopper they are
+// further steps of its contraction; where the factor does not lie so, one more pass over the result adds them.
+struct Low {
+    Rows rows;
+    Weight factor;
+};
+
+// h = gather(x) W1^T + b1, or with the activation in one kernel; a and h are [rows, I] and [rows, HC].
+void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h);
+bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Low &low);
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h, void *a);
+// y = a W2^T + b2
+void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Low &low, void *y);
+// da = gather(dout) W2
+void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, void *da);
+// the same with the backward of the activation; returns the number of parts of dp
+bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low);
+int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, const void *h, void *dh, void *pa, float *dp);
+// dx rows = dh W1
+void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void *dxr);
+// dW1[e] = dh^T gather(x), dW2[e] = gather(dout)^T pa
+void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
+void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
+
+// The way into an adapter, out = x factor, rows of `rank` columns; and the gradients of factors, d[e] = x^T y with one side gathered or
+// neither. rows_k: the contraction runs over the factor's rows.
 void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, const Rows &out);
-void low_add(Layer &l, const Rows &low, const Weight &factor, bool rows_k, const Rows &out);
 void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int out_f32, int add);
 
 // Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] = x^T y.

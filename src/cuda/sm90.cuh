@@ -25,6 +25,8 @@ struct Sm90Args {
     CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
     CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
     CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up), or both in b[0]; or rows as a
+    CUtensorMap low, low16; // an adapter: rows of its rank in the order of the results, as a and a16,
+    CUtensorMap low_b[2];   // and the factor they are multiplied by, a stack, as b
     CUtensorMap d[2];       // results: as a; tokens_sm90: in boxes of 16 rows and of a piece; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
     CUtensorMap d1;         // tokens_sm90, ragged: in boxes of one row
     CUtensorMap h[2];       // forward with activation: h as d; tokens_sm90: {column, gate or up, row}
@@ -44,6 +46,7 @@ struct Sm90Args {
     size_t dp_pitch;
     int E, M, N;            // M: rows of a part of a weight gradient
     int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
+    int low_steps, low_tail; // of an adapter's rank, after those of all parts: steps of 64, and 16s in one step more (tokens_sm90: 0 or 1)
     int add, keep_h, flat;
     int gated;              // fused backward: h and dh have gate and up
     int ragged;             // an expert's rows begin and end anywhere

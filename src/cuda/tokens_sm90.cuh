@@ -31,7 +31,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr int BUFFER = PIECE * 2048, STAGING = 2 * BUFFER; // of a consumer
     static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
-    static constexpr int REG_PRODUCER = GATHER ? 88 : 40, REG_CONSUMER = GATHER ? 208 : 232;
+    static constexpr int REG_PRODUCER = GATHER ? 88 : 56, REG_CONSUMER = GATHER ? 208 : 224;
     static constexpr int GROUP = 8;
 };
 
@@ -101,26 +101,33 @@ DEV void tma_load5_to(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, i
                      "r"(zero), "r"(g), "r"(e) : "memory");
 }
 
-// Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are.
-template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank, const int (&z)[2])
+// Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are. low: a step of the adapter, whose rows
+// are never gathered.
+template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank, const int (&z)[2], bool low)
 {
+    const bool rows = !C::GATHER || low;
+    mbar_expect(bar, C::A_BYTES + (rows ? t.units * 2048 : 0));
 #pragma unroll
     for (int i = 0; i < C::BOXES; i++) {
         if (t.share && i % 2 != rank) continue;
         if constexpr (C::W == W_GLU) {
-            tma_load5_to(a + i * C::BOX, &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
+            tma_load5_to(a + i * C::BOX, low ? &p.low_b[0] : &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
             continue;
         }
-        const int which = C::EPI == TOK_GLU ? i % 2 : part, n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
+        const int which = C::EPI == TOK_GLU ? i % 2 : low ? 0 : part, n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
         const int x = C::W == W_KMAJOR ? k * 64 : n, y = C::W == W_KMAJOR ? n : k * 64;
-        if (t.share) tma_load_multicast(a + i * C::BOX, &p.b[which], bar, x, y, z[which], 3);
-        else tma_load(a + i * C::BOX, &p.b[which], bar, x, y, z[which]);
+        const CUtensorMap *const map = low ? &p.low_b[which] : &p.b[which];
+        const int e = low ? t.e : z[which];
+        if (t.share) tma_load_multicast(a + i * C::BOX, map, bar, x, y, e, 3);
+        else tma_load(a + i * C::BOX, map, bar, x, y, e);
     }
-    if constexpr (!C::GATHER) {
+    if (rows) {
+        const CUtensorMap *const four = low ? &p.low : &p.a, *const one = low ? &p.low16 : &p.a16;
+        if (low) part = 0;
         const uint32_t b = a + C::A_BYTES;
         int u = 0;
-        for (; u + 4 <= t.units; u += 4) tma_load(b + u * 2048, &p.a, bar, k * 64, part, t.row0 + 16 * u);
-        for (; u < t.units; u++) tma_load(b + u * 2048, &p.a16, bar, k * 64, part, t.row0 + 16 * u);
+        for (; u + 4 <= t.units; u += 4) tma_load(b + u * 2048, four, bar, k * 64, part, t.row0 + 16 * u);
+        for (; u < t.units; u++) tma_load(b + u * 2048, one, bar, k * 64, part, t.row0 + 16 * u);
     }
 }
 
@@ -129,6 +136,7 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
     typedef typename C::T T;
     const int thread = threadIdx.x, rank = cluster_rank();
     TokenScheduler<C> sched(p);
+    const int low_steps = p.low_steps + (p.low_tail != 0);
     int s = 0, phase = 1;
     if constexpr (!C::GATHER) {
         if (thread != 0) return;
@@ -137,15 +145,15 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
         while (sched.next(t)) {
             pass_half(p, before, t.e);
             before = t.e;
-            const uint32_t bytes = C::A_BYTES + t.units * 2048;
             const int z[2] = {place_of(p.place_b[0], t.e), place_of(p.place_b[1], t.e)};
-            for (int part = 0; part < p.parts; part++)
-                for (int k = 0; k < p.k_steps; k++) {
+            for (int part = 0; part <= p.parts; part++) {
+                const bool low = part == p.parts;
+                for (int k = 0; k < (low ? low_steps : p.k_steps); k++) {
                     mbar_wait(ring.empty + 8 * s, phase);
-                    mbar_expect(ring.full + 8 * s, bytes);
-                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
+                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, low);
                     if (++s == C::STAGES) s = 0, phase ^= 1;
                 }
+            }
         }
         pass_half(p, before, p.E);
     } else {
@@ -174,16 +182,19 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
             if (more) load_tokens();
             for (int k = 0; k < p.k_steps; k++) {
                 mbar_wait(ring.empty + 8 * s, phase);
-                if (thread == 0) {
-                    mbar_expect(ring.full + 8 * s, C::A_BYTES);
-                    token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z);
-                }
+                if (thread == 0) token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, false);
 #pragma unroll
                 for (int i = 0; i < C::MAX_UNITS; i++)
                     if (i < t.units) {
                         cp_async16(dst + s * C::STAGE + i * 2048, src[i]);
                         src[i] += 64;
                     }
+                cp_async_arrive(ring.full + 8 * s);
+                if (++s == C::STAGES) s = 0, phase ^= 1;
+            }
+            for (int k = 0; k < low_steps; k++) {
+                mbar_wait(ring.empty + 8 * s, phase);
+                if (thread == 0) token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, true);
                 cp_async_arrive(ring.full + 8 * s);
                 if (++s == C::STAGES) s = 0, phase ^= 1;
             }
@@ -222,23 +233,25 @@ template <class C> struct TokenConsumer {
         static_assert(UNITS <= C::MAX_UNITS, "more tokens than a stage holds");
         int last = 0;
         const int look = min(1, steps - 1);
-        for (int k = 0; k < steps; k++) {
+        auto step = [&](int k, auto depth) { // depth: of 16
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async();
             const uint32_t a = ring.base + s * C::STAGE + wg * 16384, b = ring.base + s * C::STAGE + C::A_BYTES;
             const uint64_t da = C::TA ? descriptor_mn(a) : descriptor_k(a), db = descriptor_k(b);
             wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < 4; kk++)
+            for (int kk = 0; kk < depth.value; kk++)
 #pragma unroll
                 for (int m = 0; m < 2; m++) wgmma<T, 16 * UNITS, C::TA, 0>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * 2, (k | kk) != 0);
             wgmma_commit();
-            if (k == look) more = sched.next(ahead); // some 500 cycles, under the products
+            if (depth.value == 4 && k == look) more = sched.next(ahead); // some 500 cycles, under the products
             wgmma_wait<1>();
             if (k) release(last);
             last = s;
             advance();
-        }
+        };
+        for (int k = 0; k < steps; k++) step(k, std::integral_constant<int, 4>());
+        if (p.low_tail) step(steps, std::integral_constant<int, 1>());
         wgmma_wait<0>();
         release(last);
 #pragma unroll
@@ -366,7 +379,7 @@ template <class C> struct TokenConsumer {
     }
     DEV void run()
     {
-        const int steps = p.k_steps * p.parts;
+        const int steps = p.k_steps * p.parts + p.low_steps;
         bool told = !p.halves;
         auto tell = [&] {
             if (!told && warp == 0 && lane == 0) half_stored(p, ring.full + RING_COUNT, 2);
@@ -376,7 +389,7 @@ template <class C> struct TokenConsumer {
         while (more) {
             const TokenTile t = ahead.uniform();
             if (!t.live) {
-                for (int k = 0; k < steps; k++) {
+                for (int k = steps + (p.low_tail != 0); k > 0; k--) {
                     mbar_wait(ring.full + 8 * s, phase);
                     release(s);
                     advance();

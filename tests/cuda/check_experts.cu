@@ -38,7 +38,7 @@ static Case draw()
     c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);
     c.shift = coin(10);
     c.skew = coin(25) ? 80 : 0;
-    auto rank = [] { return coin(60) ? 0 : coin(60) ? 8 * pick(1, 5) : pick(1, 70); };
+    auto rank = [] { return coin(60) ? 0 : coin(60) ? 8 * pick(1, coin(25) ? 17 : 5) : pick(1, 70); };
     c.rank1 = rank(), c.rank2 = rank();
     c.turned = coin(40) ? (int)pick(0, 15) : 0;
     c.wanted = coin(70) ? 15 : (int)pick(0, 15);
@@ -269,7 +269,7 @@ static void run_case(const Case &c)
     // rank-sized rows. A clamp's slope jumps where h rounds across the limit.
     const double adapted = (c.rank1 ? 1 : 0) + (c.rank2 ? 1 : 0);
     const double u = unit(c.dtype) * (1 + adapted / 2), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
-    const bool kink = c.rank1 && (c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU); // h rounds twice, the second time perhaps to zero
+    const bool kink = c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU; // the order of a sum, and a second rounding, may decide on which side of zero h is
     const bool jumps = kink || (c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT);
     const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide, peakb = kink ? 1 : (jumps ? 40 : 10) * u + wide;
     compare("out", out, l2, peak);
@@ -351,7 +351,26 @@ void check_experts(int cases)
         }
     c.list = true, c.scatter = 1, c.flags = FMOE_INTERLEAVED, c.rank1 = c.rank2 = 16;
     run_case(c);
-    c.list = false, c.rank1 = c.rank2 = c.wanted = 0;
+    // As further steps of the products: every activation, stacks and lists, biases.
+    c.T = 200, c.H = 192, c.I = 136, c.E = 5;
+    for (int act : {1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20})
+        for (uint32_t flags : {0u, (uint32_t)FMOE_BIAS, (uint32_t)FMOE_RECOMPUTE}) {
+            c.act = act, c.flags = flags, c.rank1 = 8 * pick(1, 10), c.rank2 = 8 * pick(1, 10);
+            c.list = !(flags & FMOE_BIAS) && act % 2;
+            run_case(c);
+        }
+    // Rows for tiles of 128 x 256, an odd number of them too, and every number of 16s in the last step; experts with none of the rows.
+    c.act = 0, c.list = false, c.H = 320, c.I = 192;
+    for (int64_t rank : {1, 8, 16, 24, 40, 56, 64, 72, 128}) {
+        c.flags = rank == 24 ? FMOE_RECOMPUTE : rank == 40 ? FMOE_REUSE_SAVED : 0;
+        c.dtype = c.gtype = rank == 16 || rank == 72 ? FMOE_F16 : FMOE_BF16;
+        c.list = rank == 8 || rank == 72;
+        c.T = rank % 16 ? 520 : 440, c.E = 2, c.k = 2, c.rank1 = rank, c.rank2 = rank == 64 ? 16 : rank;
+        run_case(c);
+    }
+    c.dtype = c.gtype = FMOE_BF16, c.flags = 0, c.E = 3, c.k = 3, c.skew = 100, c.T = 420, c.rank1 = 32, c.rank2 = 48;
+    run_case(c);
+    c.list = false, c.k = 2, c.skew = 0, c.rank1 = c.rank2 = c.wanted = 0;
     // More experts than counters fit.
     c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;
     run_case(c);

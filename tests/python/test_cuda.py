@@ -95,20 +95,70 @@ def test_forms(form, sizes):
         assert rel(a, b.cuda()) < 2 * BOUND[torch.bfloat16]
 
 
-@pytest.mark.parametrize("form", ["recompute", "gpt-oss"])
+@pytest.mark.parametrize("form", ["recompute", "gpt-oss", "list", "gelu"])
 @pytest.mark.parametrize("dtype", list(BOUND), ids=str)
 @pytest.mark.parametrize("sizes", [HOPPER, ODD], ids=["hopper", "odd"])
-def test_adapters(form, dtype, sizes):
+@pytest.mark.parametrize("rank", [5, 24])  # of W2's: beside the product, and in it
+def test_adapters(form, dtype, sizes, rank):
     (act, flags), (H, I, E, _) = FORMS[form], sizes
     given = layer(150, *sizes, dtype, act=act, flags=flags)
     g = torch.Generator().manual_seed(8)
-    shapes = (E, 16, H), (E, 2 * I, 16), (E, 5, I), (E, H, 5)
+    shapes = (E, 16, H), (E, 2 * I, 16), (E, rank, I), (E, H, rank)
     lora = [(torch.randn(s, generator=g) / s[-1] ** 0.5).to("cuda", dtype).requires_grad_() for s in shapes]
     wanted = specification(*given, act, flags & ~ops.RECOMPUTE, lora=lora)
     for a, b in zip(results(*given, act, flags, lora=lora), wanted, strict=True):
         assert rel(a, b.cuda()) < 2 * BOUND[dtype]
     with torch.no_grad():
         assert rel(fusedmoe.experts(*given, act, flags, lora=(lora[:2], lora[2:])), wanted[0].cuda()) < 2 * BOUND[dtype]
+
+
+class Mlp(torch.nn.Module):
+    def __init__(self, H, I):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(*s, bias=False) for s in ((H, I), (H, I), (I, H)))
+        self.act_fn = torch.nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(torch.nn.Module):
+    """Experts as modules of their own, as transformers v4 has them."""
+
+    def __init__(self, H, I, E, k):
+        super().__init__()
+        self.gate, self.experts = torch.nn.Linear(H, E, bias=False), torch.nn.ModuleList(Mlp(H, I) for _ in range(E))
+        self.top_k, self.norm_topk_prob = k, True
+
+    def forward(self, x):
+        p, ids = self.gate(x).softmax(-1).topk(self.top_k)
+        p = p / p.sum(-1, keepdim=True)
+        return sum((p * (ids == e)).sum(-1, keepdim=True) * expert(x) for e, expert in enumerate(self.experts))
+
+
+@pytest.mark.parametrize("scales", [(1.5,), (1.5, 0.5)], ids=["one scale", "scales"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_of_linears(dtype, scales):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=8, target_modules=["gate_proj", "up_proj", "down_proj"], init_lora_weights=False)
+    exact = peft.inject_adapter_in_model(config, Block(*HOPPER)).double()
+    for i, m in enumerate(m for m in exact.modules() if hasattr(m, "lora_B")):
+        m.scaling["default"] = scales[i % len(scales)]
+    ours = copy.deepcopy(exact).to("cuda", dtype)
+    exact.load_state_dict(ours.state_dict())
+    x = torch.randn(300, HOPPER[0]).to(dtype)
+    x[:, : HOPPER[2]] = torch.rand(300, HOPPER[2]).argsort(-1).to(dtype)  # which are the logits: no rounding decides about an expert
+    for model in exact, ours:
+        model.gate.weight.data.zero_().fill_diagonal_(1)
+    grads = []
+    for model, inputs in ((exact, x.double()), (ours, x.cuda())):
+        out = model(inputs) if model is exact else Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward(model, inputs)[0]
+        leaves = {name: t for name, t in model.named_parameters() if "lora" in name}
+        grads.append([out, *torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))])
+    assert len(grads[0]) == 1 + 6 * HOPPER[2]
+    for a, b in zip(*grads, strict=True):
+        assert rel(b, a.cuda()) < 4 * BOUND[dtype]
 
 
 def _operators(device, dtype):
@@ -351,41 +401,6 @@ def test_adapters_of_peft(monkeypatch, family):
     monkeypatch.setattr(ops, "call", lambda op, *a: (adapters.append(a[7]) if op is ops.experts_backward else None, real(op, *a))[1])
     assert worst(step(model, IDS.cuda()), want) <= 3e-5
     assert len(adapters) == 2 and all(flags & ops.LORA1 and flags & ops.LORA2 for flags in adapters), "both layers, in the kernels"
-
-
-class Mlp(torch.nn.Module):
-    def __init__(self, H, I):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = (torch.nn.Linear(*s, bias=False) for s in ((H, I), (H, I), (I, H)))
-        self.act_fn = torch.nn.SiLU()
-
-
-@pytest.mark.parametrize("scales", [(1.5,), (1.5, 0.5)], ids=["one scale", "scales"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_adapters_of_linears(dtype, scales):
-    """Experts as modules of their own, as transformers v4 has them, each Linear with an adapter of PEFT's; W frozen."""
-    peft = pytest.importorskip("peft")
-    H, I, E, k = HOPPER
-    torch.manual_seed(5)
-    block, logits = torch.nn.Module(), torch.stack([torch.randperm(E) for _ in range(1500)])  # exact in every dtype
-    block.experts, block.gate = torch.nn.ModuleList(Mlp(H, I) for _ in range(E)), lambda x: logits.to(x)
-    block.top_k, block.norm_topk_prob = k, True
-    peft.inject_adapter_in_model(peft.LoraConfig(r=8, lora_alpha=12, target_modules=["gate_proj", "up_proj", "down_proj"]), block)
-    for i, m in enumerate(m for m in block.modules() if hasattr(m, "lora_B")):
-        torch.nn.init.normal_(m.lora_B["default"].weight, std=0.2)  # zeros would hide it
-        m.scaling["default"] = scales[i % len(scales)]
-    x = torch.randn(1, len(logits), H)
-
-    def run(block, x):
-        dy = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view(x.shape).to(x)
-        factors = [p for name, p in block.named_parameters() if "lora_" in name]
-        out = Qwen3NpuMoeFused.qwen3moe_sparse_moe_block_forward(block, x.requires_grad_())[0]
-        return out, *torch.autograd.grad(out, (x, *factors), dy)
-
-    block, x = block.to(dtype), x.to(dtype)
-    got = run(copy.deepcopy(block).cuda(), x.cuda())
-    for a, b in zip(got, run(block.double(), x.double()), strict=True):
-        assert rel(a, b.cuda()) < 2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

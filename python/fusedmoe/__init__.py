@@ -10,9 +10,7 @@ from .integrations.transformers import register as _register
 from .ops import describe, set_max_isa
 
 __version__ = _core.version
-info = _core.info
-cpu_isa = _core.cpu_isa
-empty_cache = _core.empty_cache
+info, cpu_isa, empty_cache = _core.info, _core.cpu_isa, _core.empty_cache
 
 if "transformers.integrations.moe" in _sys.modules:
     _register()

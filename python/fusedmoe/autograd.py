@@ -132,8 +132,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, dweights: Tensor):
         _no_second_derivative()
-        logits, ids = ctx.saved_tensors
-        return ops.call(ops.route_backward, logits, ids, dweights, *ctx.rule), None, None, None, None, None
+        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None, None
 
 
 def _rule(score: int = ops.SOFTMAX, renormalize: bool = False, group_score: int = 0, groups: int = 0, topk_groups: int = 0,
@@ -179,9 +178,8 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = o
           eps: float = 0.0, select_bias: Tensor | None = None, scale: float = 1.0, **rule: Any) -> tuple[Tensor, ...]:  # fmt: skip
     """The whole MoE block of x [T,H]: out, router logits (with a gradient too), ids, weights. rule as in ``route``."""
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
-    if select_bias is not None:
-        select_bias = select_bias.detach().to(ops._weight_dtype(x))
-    given = [[] if t is None else [t] for t in (b_router, select_bias)] + [w, shared, [] if shared_gate is None else [shared_gate]]
+    bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(x))
+    given = [[] if t is None else [t] for t in (b_router, bias)] + [w, shared, [] if shared_gate is None else [shared_gate]]
     return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *chain(*given))
 
 
@@ -260,8 +258,7 @@ class HybridGmmFunction(torch.autograd.Function):
         dtype = compute_dtype(xs[0], ws[0])
         cast = [t.to(dtype) for t in tensors]
         ctx.save_for_backward(*cast)
-        ctx.num_experts = num_experts
-        ctx.dtypes = [t.dtype for t in tensors]
+        ctx.num_experts, ctx.dtypes = num_experts, [t.dtype for t in tensors]
         ys = ops.grouped_matmul_list(cast[:num_experts], cast[num_experts:], [])
         return tuple(y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
 

@@ -192,8 +192,7 @@ def unpermute_backward(y, row_map, weights, dout, needs):
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
 def _gmm_plan(x: Tensor, w: Tensor) -> int:
-    E, K, N = (int(n) for n in w.shape)
-    return _plan_for(GMM, x, E=E, K=K, N=N)
+    return _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape))))
 
 
 @_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")

@@ -109,6 +109,29 @@ def test_generate():
     assert torch.equal(fusedmoe.apply(model).generate(IDS[:1], max_new_tokens=8, do_sample=False), want)
 
 
+@pytest.mark.parametrize("state", ["nothing yet", "garbage", "in parts", "meta"])
+@pytest.mark.parametrize("family", ALL)
+def test_weights_that_come_after_apply(family, state, caplog):
+    """When a model is patched, FSDP's processes but the first have memory in the place of weights, ZeRO-3's have parts of them."""
+    model = tiny(family)
+    want, own = step(model, IDS), [(m, dict(m._parameters)) for m in model.modules()]
+    for m, parameters in own:
+        for name, p in ((n, p) for n, p in parameters.items() if p is not None):
+            shape, device = ((0,) if state == "in parts" else p.shape), "meta" if state == "meta" else "cpu"
+            m._parameters[name] = torch.nn.Parameter(torch.full(shape, {"garbage": float("nan")}.get(state, 0.0), device=device))
+            if state == "in parts":
+                m._parameters[name].ds_shape = p.shape
+    caplog.set_level("INFO", "fusedmoe")
+    fusedmoe.apply(model, routers=True)
+    late, count = caplog.text, [r.args[-1] for r in caplog.records if "run on fusedmoe" in r.msg]
+    for m, parameters in own:
+        m._parameters.update(parameters)
+    assert worst(step(model, IDS), want) <= 1e-5
+    caplog.clear()
+    fusedmoe.apply(tiny(family), routers=True)
+    assert count == [r.args[-1] for r in caplog.records if "run on fusedmoe" in r.msg] != [], late
+
+
 def test_an_architecture_without_experts_is_left_alone(caplog):
     config = transformers.LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
                                       num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
@@ -251,9 +274,15 @@ def test_v4_keeps_hooks_and_modes():
 
 
 @pytest.mark.skipif(V5, reason="v4")
-def test_v4_what_cannot_be_proven_is_left_alone(caplog):
+def test_v4_what_cannot_be_proven_is_left_alone(caplog, monkeypatch):
     model = tiny("Qwen3Moe")
-    for p in model.parameters():
-        p.data.zero_()
+    block = type(model.model.layers[0].mlp)
+    own = block.forward
+
+    def forward(self, hidden_states):
+        states, logits = own(self, hidden_states)
+        return 2 * states, logits
+
+    monkeypatch.setattr(block, "forward", forward)
     assert fusedmoe.apply(model) is model
     assert "left as it is" in caplog.text and "unchanged" in caplog.text

@@ -126,11 +126,13 @@ def zero3(rank, folder, leaf=False):
     from deepspeed.utils import safe_get_full_grad, set_z3_leaf_modules
 
     deepspeed.init_distributed(dist_backend="gloo")
-    want, model = _single(lambda: tiny("Qwen3Moe")), fusedmoe.apply(tiny("Qwen3Moe"))
-    if leaf:  # gathered whole before the block runs, as transformers v4's separate Linears need it
-        set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
     config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True,
               "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}  # fmt: skip
+    want, model = _single(lambda: tiny("Qwen3Moe")), tiny("Qwen3Moe")
+    deepspeed.zero.Init(module=model, config_dict_or_path=config)  # as from_pretrained gives it: no weight is whole when we look
+    fusedmoe.apply(model)
+    if leaf:  # gathered whole before the block runs, as transformers v4's separate Linears need it
+        set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
     mine = IDS[2 * rank : 2 * rank + 2]
     loss = engine(input_ids=mine, labels=mine).loss

@@ -121,7 +121,8 @@ def look_at(module: nn.Module) -> Layer:
         return Layer(own=True)
     gate = own.get("has_gate", True)
     up, down = getattr(module, "gate_up_proj" if gate else "up_proj", None), getattr(module, "down_proj", None)
-    if up is None or down is None or up.dtype not in ops.DTYPES or up.dim() != 3 or down.dim() != 3:
+    shapes = [getattr(w, "ds_shape", w.shape) for w in (up, down) if w is not None]  # ds_shape: ZeRO-3 has it in parts
+    if [len(shape) for shape in shapes] != [3, 3] or up.dtype not in ops.DTYPES:
         say_quantized(module)
         return Layer(own=True)
     bias, norm = own.get("has_bias", False), own.get("has_post_expert_norm", False)
@@ -130,7 +131,7 @@ def look_at(module: nn.Module) -> Layer:
         flags |= ops.ROUND_STEPS
     watched = tuple((n, getattr(module, n)) for n in _READ if hasattr(module, n))
     layer = Layer(None, flags, 0.0, 0.0, gate, bias, norm, attributes=len(own) + ("_fmoe_layer" not in own), watched=watched)
-    width = down.shape[1] if flags & ops.TRANSPOSED else down.shape[2]
+    width = shapes[1][1 if flags & ops.TRANSPOSED else 2]
     default = getattr(getattr(type(module), "_apply_gate", None), "__name__", None) == "_default_apply_gate"
     act = activation_name(getattr(module, "act_fn", None)) if default or not gate else None
     if act in (_GATED if gate else _PLAIN):

@@ -6,6 +6,7 @@ entries of npu_fused_moe and cuda_fused_moe become ours, and fused_moe and cpu_f
 """
 
 import importlib
+from contextlib import suppress
 from typing import Any
 
 from .. import kernels
@@ -40,9 +41,6 @@ def register() -> bool:
         if isinstance(auto, dict) and current_accelerator() in ("cpu", "cuda"):
             auto.setdefault(current_accelerator(), ("fused_moe",))
     for name in ("npu_fused_moe", "cuda_fused_moe"):  # the classes that were None on another device
-        try:
-            module: Any = importlib.import_module(f"{_PACKAGE}.ops.mlp.{name}")
-        except Exception:
-            continue
-        setattr(module, ours[name].__name__, ours[name])
+        with suppress(Exception):
+            setattr(importlib.import_module(f"{_PACKAGE}.ops.mlp.{name}"), ours[name].__name__, ours[name])
     return True

@@ -54,6 +54,16 @@ def per_expert(module: nn.Module, E: int) -> list[str]:
     return [n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.numel() == E]
 
 
+def random_twin(module: nn.Module) -> nn.Module:
+    """A copy on the CPU with random weights: the module's own may be elsewhere (meta, ZeRO-3's parts) or not loaded yet (FSDP)."""
+    g, memo = torch.Generator().manual_seed(4), {}
+    for own in (*module.parameters(), *module.buffers()):
+        t = torch.zeros(getattr(own, "ds_shape", own.shape), dtype=own.dtype, device="cpu")
+        t = t.normal_(0, 0.3 if t.dim() < 2 else 2 * t.shape[-1] ** -0.5, generator=g) if t.is_floating_point() else t
+        memo[id(own)] = nn.Parameter(t, t.is_floating_point()) if isinstance(own, nn.Parameter) else t
+    return copy.deepcopy(module, memo)
+
+
 def _rules(module: nn.Module, k: int) -> Iterator[dict[str, Any]]:
     numbers = {n: v for n, v in vars(module).items() if type(v) in (int, float)}
     groups, best = numbers.get("num_group", numbers.get("n_group", 0)), numbers.get("topk_group", 1)
@@ -97,11 +107,8 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
         return None
     own, linear = type(module).forward, linears[0] if linears else ""
     names = list(inspect.signature(own).parameters)[2:]
-    twin = copy.deepcopy(module).to_empty(device="cpu").float().requires_grad_()
+    twin, g = random_twin(module).float().requires_grad_(), torch.Generator().manual_seed(3)
     E, H = (twin._modules[linear] if linear else twin).weight.shape
-    g = torch.Generator().manual_seed(3)
-    for t in (*twin.parameters(), *twin.buffers()):
-        t.data.normal_(0, 0.3 if t.numel() == E else 2 * H**-0.5, generator=g)
     given = [torch.randn(E, generator=g, dtype=torch.float32) * 0.3 for n in names if n.endswith("bias")]
     for x in (torch.randn(*shape, generator=g, dtype=torch.float32) for shape in ((TOKENS, H), (1, TOKENS, H))):
         try:
@@ -129,7 +136,7 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
                     if _same_types(own, twin, half, x, given, options):
                         here = next(module.parameters())
                         if not here.is_meta:  # a device may lack a rule: then this raises, and the router is left as it is
-                            forward(module, *(t.to(here.device, here.dtype) for t in (x, *given)), **options)
+                            forward(twin.to(here), *(t.to(here) for t in (x, *given)), **options)
                         return "forward", forward, options
     logger.info("%s: its routing rule is not one of fusedmoe's; it stays as it is", type(module).__name__)
     return None

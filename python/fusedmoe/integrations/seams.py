@@ -26,18 +26,16 @@ class Bound:
     """A function bound to a module, in the place of its forward. Unlike a bound method it can be pickled."""
 
     def __init__(self, function: Callable, module: nn.Module, previous: Any = None, **options: Any) -> None:
-        self.__func__ = function
-        self.__self__ = module
+        self.__func__, self.__self__, self.options = function, module, options
         self.previous = previous  # what an unpatch puts back; None: the class's own
-        self.options = options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs, **self.options)
 
 
 def _refuse(module: nn.Module) -> None:
-    say_once(f"{type(module).__name__}: its experts' Linear layers are wrapped (an adapter), quantized, offloaded or have a bias: "
-             "fusedmoe leaves it to its own forward")  # fmt: skip
+    why = "quantized, offloaded, or have a bias, a hook or an adapter that is not one plain LoRA without dropout"
+    say_once(f"{type(module).__name__}: its experts' Linear layers are {why}: it keeps its own forward")
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
@@ -51,6 +49,7 @@ def _names(function: Callable) -> list[str]:
 # ---- experts that are told ids and routing weights ------------------------------------------------------------------------
 
 IDS = ("top_k_index", "router_indices", "topk_indices", "topk_ids", "top_experts")
+SIZES = "expert_size", "tokens_per_expert"
 WEIGHTS = ("top_k_weights", "routing_weights", "topk_weights", "topk_weight", "top_weights")
 
 
@@ -181,7 +180,7 @@ def grouped_linear_forward(self: nn.Module, *args: Any, transposed: bool, **kwar
 
 def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
     names = _names(type(module).forward)
-    if list(module._parameters) != ["weight"] or module.weight.dim() != 3 or names[1:] not in (["expert_size"], ["tokens_per_expert"]):
+    if list(module._parameters) != ["weight"] or module.weight.dim() != 3 or names[1:] not in ([n] for n in SIZES):
         return
     sizes = [TOKENS, *[0] * (len(module.weight) - 2), 2]
     for transposed in (True, False):
@@ -199,12 +198,18 @@ def _close(a: Any, b: Any) -> bool:
 
 
 @torch.no_grad()
-def find(module: nn.Module, fuse_routers: bool = True) -> tuple[str, Callable, dict] | None:
-    """Where to put which function with which options; None: not, or not provably, ours."""
+def find(module: nn.Module, fuse_routers: bool = True, twin: bool = True) -> tuple[str, Callable, dict] | None:
+    """Where to put which function with which options; None: not, or not provably, ours. twin: one may be asked in its place."""
     modes, tried = [(m, m.training) for m in module.modules()], False
     module.eval()
     try:
-        for slot, function, options, arguments in chain(_given(module), _block(module), _grouped_linear(module)):
+        names = {n for slot in ("moe", "forward") if callable(own := getattr(type(module), slot, None)) for n in _names(own)}
+        if not names & {*IDS, *SIZES} and not ("experts" in module._modules and hasattr(module, "top_k")):
+            with torch.device("cpu"):  # whatever the default is
+                return routers.find(module) if fuse_routers else None
+        twin = twin and not any(hasattr(m, "_hf_hook") for m in module.modules())  # accelerate may bring weights to its own forward only
+        away = twin and any(p.is_meta or hasattr(p, "ds_shape") for p in module.parameters())  # ds_shape: ZeRO-3 has it in parts
+        for slot, function, options, arguments in () if away else chain(_given(module), _block(module), _grouped_linear(module)):
             tried = True
             try:
                 want = getattr(type(module), slot)(module, **arguments)
@@ -212,10 +217,10 @@ def find(module: nn.Module, fuse_routers: bool = True) -> tuple[str, Callable, d
                 continue
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
-        if not tried:
-            with torch.device("cpu"):  # whatever the default is
-                return routers.find(module) if fuse_routers else None
-        say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
+        if away or (tried and twin):  # FSDP's processes but the first have no weights yet
+            return find(routers.random_twin(module), twin=False)
+        if tried:
+            say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
     except Exception as problem:
         say_once(f"{type(module).__name__} is left as it is: {problem}")
     finally:

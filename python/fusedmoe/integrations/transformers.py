@@ -43,14 +43,12 @@ def register(replace_default: bool = False) -> bool:
     peft.register()
     replace_default = replace_default or os.environ.get("FMOE_AUTOLOAD") == "replace"
     try:
-        from transformers.integrations import moe
+        from transformers.integrations.moe import ExpertsInterface
     except ImportError:
         return False
-    if not hasattr(moe, "ExpertsInterface"):
-        return False
     for name in (NAME, *(("grouped_mm", "batched_mm") if replace_default else ())):
-        moe.ExpertsInterface.register(name, experts_forward)
-    moe.ExpertsInterface.register(COMPOSED, partial(experts_forward, composed=True))
+        ExpertsInterface.register(name, experts_forward)
+    ExpertsInterface.register(COMPOSED, partial(experts_forward, composed=True))
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
     if hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)

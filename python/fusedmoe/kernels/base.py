@@ -63,8 +63,7 @@ class BaseKernel(ABC):
         model = kwargs.get("model")
         if model is None:
             raise ValueError(f"HFModel instance is required for {cls.__name__}.")
-        problem = cls.missing(model)
-        if problem:
+        if problem := cls.missing(model):
             raise RuntimeError(f"{cls.__name__} ({cls._kernel_id}) cannot be applied: {problem}.")
         return model
 

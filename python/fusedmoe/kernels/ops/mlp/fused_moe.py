@@ -41,7 +41,6 @@ class CpuFusedMoEKernel(MoEKernel):
     """For a model on the CPU."""
 
     _kernel_id = "cpu_fused_moe"
-    _device = DeviceType.CPU
 
     @classmethod
     def missing(cls, model: Any = None) -> str | None:

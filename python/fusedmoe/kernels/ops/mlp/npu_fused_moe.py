@@ -92,8 +92,7 @@ class NpuFusedMoEKernel(MoEKernel):
 
     @classmethod
     def missing(cls, model: Any = None) -> str | None:
-        problem = super().missing(model)
-        if problem:
+        if problem := super().missing(model):
             cann = next(line for line in _core.info().splitlines() if line.startswith("ascend"))
             problem += f". Found: torch_npu is {'' if find_spec('torch_npu') else 'not '}installed; {cann}"
         return problem

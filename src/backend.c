@@ -17,7 +17,8 @@ static struct {
 } cuda;
 static pthread_once_t cuda_once = PTHREAD_ONCE_INIT;
 
-/* An absolute path next to the library this code is in: never the working directory or the loader's search path. */
+/* An absolute path, from the folder of the library (or program) this code is in: never the working directory or the
+ * loader's search path. */
 static bool path_beside_us(const char *name, char *path, size_t n)
 {
     Dl_info self;
@@ -43,7 +44,9 @@ static void load_cuda(void)
     if (!handle) {
         const char *why = dlerror();
         snprintf(cuda.problem, sizeof cuda.problem, "the CUDA backend could not be loaded: %.250s", why ? why : path);
-        return;
+        if (!override && path_beside_us(FMOE_LIB_FROM_BIN "/libfusedmoe_cuda.so", path, sizeof path))
+            handle = dlopen(path, RTLD_NOW | RTLD_LOCAL); /* for bin/fusedmoe, which has the library inside */
+        if (!handle) return;
     }
     fmoe_backend_entry entry;
     *(void **)&entry = dlsym(handle, "fmoe_cuda_backend");

@@ -51,6 +51,15 @@ as_a_part() {
         grep -q -e -O3 "$work/part/build/fusedmoe/CMakeFiles/fmoe_cpu.dir/flags.make"
 }
 
+# What is in the place of the CUDA backend, beside the libraries, is found by the command: here it is not one.
+command_finds_backend() {
+    local folder
+    folder=$(dirname "$(find "$at" -name libfusedmoe.so)")
+    cp "$folder/libfusedmoe.so" "$folder/libfusedmoe_cuda.so" && "$at/bin/fusedmoe" info >"$work/info"
+    rm "$folder/libfusedmoe_cuda.so"
+    grep -e 'libfusedmoe_cuda.so is not a CUDA backend' "$work/info" || { cat "$work/info" && false; }
+}
+
 try install cmake --install "$build" --prefix "$at" --component Unspecified
 if command -v pkg-config >/dev/null; then
     try pkg-config by_pkg_config shared
@@ -60,5 +69,6 @@ else
 fi
 try find_package by_find_package
 try add_subdirectory as_a_part
+try command command_finds_backend
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -167,6 +167,16 @@ def test_several_adapters_are_pefts(monkeypatch, caplog):
     assert "several adapters" in caplog.text
 
 
+@pytest.mark.skipif(RELEASE < (0, 17), reason="target_parameters are PEFT 0.17's")
+def test_an_adapter_for_each_sample_is_pefts():
+    """Never the active one for all of them."""
+    targets = dict(target_parameters=[UP, DOWN], target_modules=[]) if V5 else dict(target_modules=ALL)
+    own = adapted(tiny("Qwen3Moe"), **targets).eval()
+    for model in (own, fusedmoe.apply(copy.deepcopy(own))):
+        with pytest.raises(ValueError, match="adapter batches|`adapter_names` should be"):
+            model(input_ids=IDS, adapter_names=["default", "__base__"])
+
+
 @stacked
 def test_training_and_checkpointing(monkeypatch):
     model = adapted(tiny("Qwen3Moe"), target_parameters=[UP, DOWN], target_modules=[])
@@ -242,6 +252,20 @@ def test_linears_patched_before_the_adapter(monkeypatch):
         loose = model(IDS).logits
         model.merge_adapter()
         assert rel(model(IDS).logits, loose) < 1e-5
+
+
+@separate
+def test_hooks_on_adapted_linears_run(monkeypatch):
+    model = adapted(tiny("Qwen3Moe"), target_modules=ALL)
+    fusedmoe.apply(model)
+    experts = model.base_model.model.model.layers[0].mlp.experts
+    handle = experts[0].gate_proj.register_forward_hook(lambda module, args, out: 0 * out)
+    want = step(fusedmoe.unapply(copy.deepcopy(model)), IDS)
+    calls = counted(monkeypatch)
+    assert worst(step(model, IDS), want) < 3e-5 and calls == [1, 1]
+    handle.remove()
+    step(model, IDS)
+    assert calls == [3, 3]
 
 
 @separate

@@ -59,7 +59,7 @@ def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         wrappers[base.parameter_name] = base, _active(base)
         base = base.base_layer
     layer = _layer(base)
-    if layer is None:
+    if layer is None or "adapter_names" in kwargs:  # one for each sample, which PEFT refuses
         return self._fmoe_forward(x, *args, **kwargs)
     names = "gate_up_proj" if layer.gate else "up_proj", "down_proj"
     if any(name is None for _, name in wrappers.values()) or not wrappers.keys() <= {*names} or self.num_experts == 1:
@@ -82,7 +82,7 @@ def look_through(module: Any) -> tuple[Any, Adapter]:
     kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
     if kind is None or type(module) is not kind:
         return module, None
-    name = None if module.fan_in_fan_out else _active(module)
+    name = None if module.fan_in_fan_out or module._forward_hooks or module._forward_pre_hooks else _active(module)
     return (None, None) if name is None else (module.base_layer, (module, name) if name else None)
 
 

@@ -240,8 +240,7 @@ class GmmFunction(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor):
         _no_second_derivative()
         x, w, sizes = ctx.saved_tensors
-        need = ctx.needs_input_grad
-        wanted = need[0], need[1], len(need) > 3 and need[3]
+        wanted = [(*ctx.needs_input_grad, False)[i] for i in (0, 1, 3)]
         grads = ops.spread(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), _mask(wanted), 0), wanted)
         dx, dw, db = (g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
         return dx, dw, None, db

@@ -183,6 +183,7 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
     if layer.identity:
         E = ops.layer_sizes(w, layer.act or 0, layer.flags)[2]
         kept, ids = x * (p * (ids >= E)).sum(1, keepdim=True).to(x.dtype), ids.clamp(max=E)
+        lora = [factors and (*(t[:E] for t in factors[:2]), *factors[2:]) for factors in lora]
     if layer.act is not None and not layer.norm:
         flags = layer.flags if x.is_cpu and w[0].dtype == torch.bfloat16 else layer.flags & ~ops.ROUND_STEPS
         if kept is None and x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):

@@ -34,8 +34,8 @@ class Bound:
 
 
 def _refuse(module: nn.Module) -> None:
-    why = "quantized, offloaded, or have a bias, a hook or an adapter that is not one plain LoRA without dropout"
-    say_once(f"{type(module).__name__}: its experts' Linear layers are {why}: it keeps its own forward")
+    why = "quantized, offloaded, or have a bias, a hook or an adapter that fusedmoe does not compute"
+    say_once(f"{type(module).__name__}: its experts are {why}: it keeps its own forward")
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:

@@ -106,8 +106,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
             w, flags, scales = [*w, a, b], flags | flag, [*scales, 1.0, scale]
-    xc = x if x.dtype == dtype else x.to(dtype)
-    p = _fit_p(p, dtype)
+    xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
     compiling = is_compiling()
     if compiling:

@@ -200,7 +200,7 @@ def _close(a: Any, b: Any) -> bool:
 @torch.no_grad()
 def find(module: nn.Module, fuse_routers: bool = True, twin: bool = True) -> tuple[str, Callable, dict] | None:
     """Where to put which function with which options; None: not, or not provably, ours. twin: one may be asked in its place."""
-    modes, tried = [(m, m.training) for m in module.modules()], False
+    modes, tried, blank = [(m, m.training) for m in module.modules()], False, False
     module.eval()
     try:
         names = {n for slot in ("moe", "forward") if callable(own := getattr(type(module), slot, None)) for n in _names(own)}
@@ -217,7 +217,8 @@ def find(module: nn.Module, fuse_routers: bool = True, twin: bool = True) -> tup
                 continue
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
-        if away or (tried and twin):  # FSDP's processes but the first have no weights yet
+            blank = blank or not _close(want, want)  # zeros or NaN: FSDP's processes but the first have no weights yet
+        if away or (blank and twin):
             return find(routers.random_twin(module), twin=False)
         if tried:
             say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")

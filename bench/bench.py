@@ -2,7 +2,8 @@
 """python -m fusedmoe.bench: experts implementations of transformers side by side, on any architecture and shape.
 
 A pass is routing and the layer. Implementations take turns inside every round, so that a busy machine slows all of them; the
-median of the rounds counts. On CUDA each has three regimes instead, and "dense" is a peer: see meters.py.
+median of the rounds counts. Each has weights of its own, as its users have them: fusedmoe moves those it runs into huge pages. On
+CUDA each has three regimes instead, and "dense" is a peer: see meters.py.
 
 share is of the ceiling of arithmetic. On a CPU, roofline is the least time that the ceiling and the memory's read rate, both measured
 amid the rounds, leave to a pass: the forward reads the weights of the experts that have tokens; the backward reads them again
@@ -12,6 +13,7 @@ and writes the gradients of all. of_roofline is the part of a pass's time that t
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import itertools
 import json
@@ -79,6 +81,10 @@ def measure(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """One shape: a row for each implementation, pass and regime."""
     module = build(arch, H, I, E, DTYPES[dtype], device)
+    forward_flops = 2 * T * k * H * I * (3 if getattr(module, "has_gate", True) else 2)
+    weights = sum(p.nbytes for p in module.parameters())
+    modules = {name: copy.deepcopy(module) for name in implementations if name != "dense"}
+    del module
     g = torch.Generator().manual_seed(0)
     x = torch.randn(T, H, generator=g).to(device, DTYPES[dtype]).requires_grad_()
     logits = [torch.randn(T, E, generator=g).to(device).requires_grad_() for _ in range(DRAWS if T < GRAPH_BELOW else 1)]
@@ -91,18 +97,19 @@ def measure(
         return ids, (p / p.sum(-1, keepdim=True)).to(x.dtype)
 
     def experts(name: str, ids: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        of_name = modules[name]
         if name == "recompute":
-            found = layers.layer_of(module)
-            return layers.run(module, found._replace(flags=found.flags | ops.RECOMPUTE), x, ids, p)
-        module.config._experts_implementation = name
-        return module(x, ids, p)
+            found = layers.layer_of(of_name)
+            return layers.run(of_name, found._replace(flags=found.flags | ops.RECOMPUTE), x, ids, p)
+        of_name.config._experts_implementation = name
+        return of_name(x, ids, p)
 
     def layer(name: str, draw: int = 0) -> torch.Tensor:
         return experts(name, *routed(name, draw))
 
     def step(name: str) -> None:
         layer(name).backward(dout)
-        module.zero_grad(set_to_none=True)  # inside the time: everyone frees what it allocated
+        modules[name].zero_grad(set_to_none=True)  # inside the time: everyone frees what it allocated
         x.grad = logits[0].grad = None
 
     passes: dict[str, Callable] = {"fwd": torch.no_grad()(layer), **({"fwd+bwd": step} if backward else {})}
@@ -122,13 +129,12 @@ def measure(
                 times.setdefault((name, what, "turns"), []).append((time.perf_counter() - start) * 1e3)
         if not i and backward and name != "dense":
             peaks[name] = peak_megabytes(partial(step, name), device)
-            kept[name] = kept_megabytes(partial(experts, name, *routed(name)), module.parameters())
+            kept[name] = kept_megabytes(partial(experts, name, *routed(name)), modules[name].parameters())
     if device == "cuda":
         times = cuda_times(passes, implementations, T, H, I, k, DTYPES[dtype])
     threads = torch.get_num_threads()
-    forward_flops = 2 * T * k * H * I * (3 if getattr(module, "has_gate", True) else 2)
-    read = sum(p.nbytes for p in module.parameters()) / E * logits[0].topk(k).indices.unique().numel()
-    roofline = partial(roofline_ms, forward_flops, read, sum(p.nbytes for p in module.parameters()))
+    read = weights / E * logits[0].topk(k).indices.unique().numel()
+    roofline = partial(roofline_ms, forward_flops, read, weights)
     rows = []
     for (name, what, regime), ms in times.items():
         flops = forward_flops * (3 if what == "fwd+bwd" else 1)
@@ -196,6 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not hf.register():
         parser.error("transformers 5 or newer is needed")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[dict[str, Any]] = []

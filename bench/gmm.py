@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -69,9 +70,9 @@ def main() -> None:
     for i in range(1 if cuda else o.rounds + 1):
         for (name, what), run in runs.items():
             start = time.perf_counter()
-            ms = milliseconds(lambda run=run, name=name: run(name), "sustained") if cuda else 0.0
-            if cuda or run(name) or i:  # a run gives None: the first round warms up
-                times.setdefault((name, what), []).append(ms or (time.perf_counter() - start) * 1e3)
+            ms = milliseconds(partial(run, name), "sustained") if cuda else run(name)
+            if cuda or i:  # on a CPU the first round warms up
+                times.setdefault((name, what), []).append(ms if cuda else (time.perf_counter() - start) * 1e3)
     print(f"x [{o.R},{o.K}], weight [{o.E},{o.K},{o.N}] stored {o.layout}, {o.dtype}, {o.device}, torch {torch.__version__}")
     for (name, what), ms in times.items():
         flops = 2 * o.R * o.K * o.N * (3 if "backward" in what else 1)

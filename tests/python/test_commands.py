@@ -24,6 +24,12 @@ def test_dense_beside_the_layer():
     assert done.returncode == 0 and "bwd" in done.stdout, done.stderr
 
 
+def test_gmm_beside_torch():
+    sizes = [f"--{name}={value}" for name, value in dict(device="cpu", R=64, K=32, N=16, E=4, rounds=1).items()]
+    done = subprocess.run([sys.executable, ROOT / "bench/gmm.py", *sizes], capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 5 * 2, done.stderr
+
+
 def test_bench(tmp_path, capsys):
     from fusedmoe import bench
 

@@ -5,9 +5,6 @@ Only gradients that somebody asked for are computed; without any, the inference 
 """
 
 from collections.abc import Sequence
-from functools import reduce
-from itertools import chain
-from operator import or_
 from typing import Any
 
 import torch
@@ -76,7 +73,7 @@ class _Experts(torch.autograd.Function):
         if not (is_compiling() or _keeps_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
-        needs = reduce(or_, [bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes], 0)
+        needs = sum({bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes})
         ready = _with_factors(w, scales, x.dtype) if scales else w
         grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs)
         dx, dp, *dw = ops.spread(grads, [needs & bit for bit in bits])
@@ -97,10 +94,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
     W + scale b a is never made.
     """
     dtype = compute_dtype(x, w[0])
-    for t in w:
-        if t.dtype != dtype:
-            w = [t.to(dtype) for t in w]
-            break
+    if any([t.dtype != dtype for t in w]):
+        w = [t.to(dtype) for t in w]
     scales: Sequence[float] = ()
     for flag, factors in zip((ops.LORA1, ops.LORA2), lora) if lora else ():
         if factors:
@@ -179,7 +174,7 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = o
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
     bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(x))
     given = [[] if t is None else [t] for t in (b_router, bias)] + [w, shared, [] if shared_gate is None else [shared_gate]]
-    return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *chain(*given))
+    return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *(t for ts in given for t in ts))
 
 
 class _Permute(torch.autograd.Function):
@@ -254,11 +249,11 @@ class HybridGmmFunction(torch.autograd.Function):
         if len(ws) != num_experts or not num_experts:
             raise ValueError(f"HybridGmmFunction: {num_experts} experts need as many inputs and weights, got {len(tensors)} tensors")
         dtype = compute_dtype(xs[0], ws[0])
-        cast = [t.to(dtype) for t in tensors]
+        cast = [t if t.dtype == dtype else t.to(dtype) for t in tensors]  # 0.7 us each otherwise
         ctx.save_for_backward(*cast)
         ctx.num_experts, ctx.dtypes = num_experts, [t.dtype for t in tensors]
-        ys = ops.grouped_matmul_list(cast[:num_experts], cast[num_experts:], [])
-        return tuple(y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
+        ys = ops.cut(ops.grouped_matmul_list(cast[:num_experts], cast[num_experts:], []), xs)
+        return tuple(y if y.dtype == x.dtype else y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor):
@@ -266,8 +261,9 @@ class HybridGmmFunction(torch.autograd.Function):
         n, saved, need = ctx.num_experts, ctx.saved_tensors, ctx.needs_input_grad[1:]
         wanted = any(need[:n]), any(need[n:])
         grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], [dy.to(saved[0].dtype) for dy in dys], _mask(wanted))
-        grads = ops.spread(grads, [wanted[i >= n] for i in range(2 * n)])
-        return None, *(g.to(d) if yes else None for g, d, yes in zip(grads, ctx.dtypes, need, strict=True))
+        dw, dx = grads[: n * wanted[1]], ops.cut(grads[n * wanted[1] :], saved[:n])
+        grads = ops.spread([*dx, *dw], [wanted[i >= n] for i in range(2 * n)])
+        return None, *(g if g is None or g.dtype == d else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
 
 
 class _Activation(torch.autograd.Function):

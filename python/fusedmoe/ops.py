@@ -191,15 +191,11 @@ def unpermute_backward(y, row_map, weights, dout, needs):
 
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
-def _gmm_plan(x: Tensor, w: Tensor) -> int:
-    return _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape))))
-
-
 @_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")
 def grouped_matmul(x, w, bias, sizes, cumulative):
     y = x.new_zeros((x.shape[0], w.shape[2]))  # rows past the last group stay zero
     yield y
-    yield _gmm_plan(x, w), 0, x.shape[0], x, w, bias, sizes, y, cumulative, 0
+    yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, bias, sizes, y, cumulative, 0
 
 
 @_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
@@ -208,25 +204,42 @@ def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
     makers = lambda: _like(x), lambda: _new(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
     grads = [make() for make, yes in zip(makers, wanted, strict=True) if yes]
     yield grads
-    yield _gmm_plan(x, w), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
+    yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
 
 
-def _list_plan(x: Sequence[Tensor]) -> tuple[int, int, int]:
-    return _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x)
+def _rows(x: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
+    """Rows of these widths for those of x: one tensor for all groups, which CUDA computes in one launch, where the widths are equal."""
+    if any(n != widths[0] for n in widths):
+        return [t.new_empty((t.shape[0], n)) for t, n in zip(x, widths, strict=True)]
+    R, n = sum(t.shape[0] for t in x), widths[0]
+    return [_new(x[0], R * n * x[0].element_size()).view(x[0].dtype).view(R, n)]
+
+
+def cut(rows: Sequence[Tensor], x: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The rows of each group, from what an operator of lists gives for those of x."""
+    return rows[0].unsafe_split_with_sizes([t.shape[0] for t in x]) if len(rows) == 1 else rows
+
+
+def _in_a_row(x: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x, its groups one after the other: copied where CUDA would compute group by group without it."""
+    ends = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in x if t.shape[0]] if x[0].is_cuda else []
+    apart = any(a[1] != b[0] for a, b in zip(ends, ends[1:]))
+    return cut([torch.cat(x)], x) if apart and len({t.shape[1] for t in x}) == 1 else x
 
 
 @_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]")
 def grouped_matmul_list(x, w, bias):
-    y = [t.new_empty((t.shape[0], u.shape[1])) for t, u in zip(x, w, strict=True)]
+    y = _rows(x, [u.shape[1] for u in w])
     yield y
-    yield *_list_plan(x), x, w, bias, None, y, 0, 1
+    yield _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x), _in_a_row(x), w, bias, None, cut(y, x), 0, 1
 
 
 @_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
 def grouped_matmul_list_backward(x, w, dy, needs):
-    dx, dw = [_like(t) for t in x if needs & 1], [_new(t) for t in w if needs & 2]
-    yield dx + dw
-    yield *_list_plan(x), x, w, None, dy, dx, dw, None, 0, 1
+    dx, dw = _rows(x, [t.shape[1] for t in x]) if needs & 1 else [], [_new(t) for t in w if needs & 2]
+    yield dw + dx
+    slots = _in_a_row(x), w, None, _in_a_row(dy), cut(dx, x), dw, None, 0, 1
+    yield _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x), *slots
 
 
 # ---- activation -----------------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ struct View {
 struct MatEntry { // one matrix of a list
     void *p;
     int64_t r, c; // strides in elements
+    int64_t rows;
 };
 
 // Rows x columns, one matrix an expert: a stack, or a list in device memory. Rows from `split` on are in a second part
@@ -188,6 +189,8 @@ void rowmap_clear(Ready *ready, cudaStream_t s); // [kReady], where there is no 
 void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s);
 void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s);
 void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t s);
+// A list of matrices as one: a stack after all where the distances are equal, else by a copy of its pointers on the device. size: of an element.
+Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, cudaStream_t s);
 
 // gemm_sm80.cu
 struct GemmArgs {

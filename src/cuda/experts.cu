@@ -151,37 +151,6 @@ static Mat stack_mat(const fmoe_tensor *t)
     return m;
 }
 
-// A list: a stack after all where the distances are equal, else by a copy of its pointers on the device.
-static Mat list_mat(const Layer &l, const fmoe_tensor *list, size_t size, MatEntry *copy)
-{
-    Mat m = {};
-    m.split = INT64_MAX;
-    m.r = fmoe_stride(&list[0], 0);
-    m.c = fmoe_stride(&list[0], 1);
-    const uintptr_t first = (uintptr_t)fmoe_data(&list[0]), step = l.E > 1 ? (uintptr_t)fmoe_data(&list[1]) - first : 0;
-    uintptr_t low = first, high = first, bits = 0;
-    bool alike = true, even = (intptr_t)step >= 0 && step % size == 0;
-    for (int64_t e = 0; e < l.E; e++) {
-        const uintptr_t p = (uintptr_t)fmoe_data(&list[e]);
-        alike &= fmoe_stride(&list[e], 0) == m.r && fmoe_stride(&list[e], 1) == m.c;
-        even &= p == first + (uintptr_t)e * step;
-        low = p < low ? p : low;
-        high = p > high ? p : high;
-        bits |= p ^ first;
-    }
-    m.p = (void *)low;
-    if (alike && even) {
-        m.g = (int64_t)(step / size);
-        return m;
-    }
-    rowmap_list(copy, list, l.E, l.stream);
-    m.list = copy;
-    if (!alike || !bits) return m;
-    while (!(bits & 1)) bits >>= 1, m.shift++;
-    m.span = (int64_t)((high - low) >> m.shift);
-    return m;
-}
-
 // W1 (or its gradient) in the order of h: all gates, then all ups, or (l.mixed) as an interleaved stack has them.
 static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weights *w, MatEntry *const list[3], size_t size)
 {
@@ -206,13 +175,13 @@ static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weig
     }
     if (!p->gated) {
         v.single = v.strided = true;
-        v.whole = v.part[0] = list_mat(l, w->up, size, list[0]);
+        v.whole = v.part[0] = rowmap_mat(w->up, l.E, size, list[0], l.stream);
         return v;
     }
     // Either may be absent in a gradient.
     v.strided = w->gate && w->up;
-    if (w->gate) v.part[0] = list_mat(l, w->gate, size, list[0]);
-    if (w->up) v.part[1] = list_mat(l, w->up, size, list[1]);
+    if (w->gate) v.part[0] = rowmap_mat(w->gate, l.E, size, list[0], l.stream);
+    if (w->up) v.part[1] = rowmap_mat(w->up, l.E, size, list[1], l.stream);
     // The general kernel takes both as one matrix of 2I rows.
     if (w->gate && !v.part[0].list) rowmap_list(list[0], w->gate, l.E, l.stream);
     if (w->up && !v.part[1].list) rowmap_list(list[1], w->up, l.E, l.stream);
@@ -229,7 +198,7 @@ static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, s
     v.cols = l.I;
     v.parts = 1;
     v.single = v.strided = true;
-    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : list_mat(l, w->down, size, list);
+    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : rowmap_mat(w->down, l.E, size, list, l.stream);
     return v;
 }
 

@@ -44,8 +44,8 @@ template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int 
     const int64_t lead = s.k_major ? s.s_mn : s.s_k;
     const bool unit = s.k_major ? s.s_k == 1 : s.s_mn == 1;
     const bool along_rows = s.k_major == rows_k; // chunks run along the rows: gather and split cut them
-    s.vector = unit && lead % V == 0 && ((uintptr_t)s.p | (uintptr_t)s.p2) % 16 == 0 && size == (int)sizeof(T) &&
-               !(along_rows && (gather || s.split % V != 0)) && r == r2 && c == c2;
+    const bool cut = gather || (s.split != INT64_MAX && s.split % V != 0);
+    s.vector = unit && lead % V == 0 && ((uintptr_t)s.p | (uintptr_t)s.p2) % 16 == 0 && size == (int)sizeof(T) && !(along_rows && cut) && r == r2 && c == c2;
     return s;
 }
 

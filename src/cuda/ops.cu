@@ -169,6 +169,15 @@ static RowMap carve_groups(fmoe_carve *c, int64_t R, int64_t E)
     return m;
 }
 
+struct Lists { // copies on the device: of the rows, the weights and their gradients
+    MatEntry *rows, *w, *dw;
+};
+static Lists carve_lists(fmoe_carve *c, int64_t E)
+{
+    MatEntry *p = (MatEntry *)fmoe_carve_take(c, 3 * E, sizeof(MatEntry));
+    return Lists{p, p + E, p + 2 * E};
+}
+
 fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
     (void)pass;
@@ -176,7 +185,7 @@ fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t
     const int64_t k = p->d.op == FMOE_OP_PERMUTE ? p->d.k : 1;
     if (T > INT32_MAX / k) return FAIL(FMOE_ERR_OVERFLOW, "T = %lld rows do not fit the CUDA backend's 2^31", (long long)T);
     if (p->d.op == FMOE_OP_PERMUTE) carve_sort(&c, T * k, p->d.E);
-    if (p->d.op == FMOE_OP_GROUPED_MATMUL) carve_groups(&c, T, p->d.E);
+    if (p->d.op == FMOE_OP_GROUPED_MATMUL) carve_lists(&c, p->d.E), carve_groups(&c, T, p->d.E);
     if (c.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld does not fit 64 bits", (long long)T);
     if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = 0;
@@ -197,9 +206,10 @@ static Mat matrix(const fmoe_tensor *t, int first) // the two dimensions from `f
 // One set of groups: all of them over the row map, or one group of a list.
 struct Groups {
     const fmoe_tensor *x, *w, *bias, *y, *dy, *dx, *dw, *dbias;
-    int stacked; // w, bias, dw and dbias have a leading dimension
-    RowMap map;
     int64_t E;
+    int stacked; // w, bias, dw and dbias have a leading dimension
+    Mat w_mat, dw_mat;
+    RowMap map;
 };
 
 static GemmArgs gmm_args(const Groups &g, int64_t R)
@@ -232,7 +242,7 @@ static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
 static Weight gmm_weight(const Groups &g)
 {
     Weight w = {};
-    w.whole = matrix(g.w, g.stacked);
+    w.whole = g.w_mat;
     w.parts = 1;
     w.single = true;
     w.rows = g.w->shape[g.stacked];
@@ -246,7 +256,7 @@ static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, 
 {
     GemmArgs a = gmm_args(g, g.x->shape[0]);
     a.A = matrix(g.x, 0);
-    a.B = matrix(g.w, g.stacked);
+    a.B = g.w_mat;
     a.b_rows_are_k = 1;
     a.D = matrix(g.y, 0);
     a.K = g.w->shape[g.stacked];
@@ -275,7 +285,7 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         GemmArgs a = gmm_args(g, R);
         a.A = matrix(g.dy, 0);
         a.a_f32 = is_f32(g.dy);
-        a.B = matrix(g.w, g.stacked);
+        a.B = g.w_mat;
         a.D = matrix(g.dx, 0);
         a.K = N;
         a.N = K;
@@ -294,7 +304,7 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         a.A = matrix(g.x, 0);
         a.B = matrix(g.dy, 0);
         a.b_f32 = is_f32(g.dy);
-        a.D = matrix(g.dw, g.stacked);
+        a.D = g.dw_mat;
         a.M = g.dw->shape[g.stacked];
         a.N = g.dw->shape[g.stacked + 1];
         a.out_f32 = is_f32(g.dw);
@@ -322,26 +332,99 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
     return l.status;
 }
 
+// sizes: none is one group of all rows. The row map is what is left of the workspace.
+static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative, fmoe_carve workspace, const fmoe_run *run, bool forward, cudaStream_t s)
+{
+    if (sizes.p || plan_of(p)->path == FMOE_PATH_SM90) {
+        const int64_t R = gmm_count(g);
+        g.map = carve_groups(&workspace, R, g.E);
+        rowmap_from_sizes(sizes, g.E, R, cumulative, g.map, plan_of(p)->error_dev, s);
+    }
+    return forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s);
+}
+
+// ---- lists ----
+
+// Rows of a list that lie one after the other, as one tensor of rows.
+struct Joined {
+    fmoe_tensor t;
+    int64_t shape[2], strides[2];
+};
+
+static bool join(const fmoe_tensor *list, int64_t n, Joined *j)
+{
+    if (!list) return true;
+    const fmoe_tensor *first = nullptr; // that has rows: an empty tensor lies nowhere
+    int64_t rows = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const fmoe_tensor *t = list + i;
+        if (!t->shape[0]) continue;
+        if (!first) first = t;
+        const char *next = (const char *)fmoe_data(first) + rows * fmoe_stride(first, 0) * (first->dtype.bits / 8);
+        if (fmoe_data(t) != next || t->shape[1] != first->shape[1] || fmoe_stride(t, 0) != fmoe_stride(first, 0) || fmoe_stride(t, 1) != fmoe_stride(first, 1) ||
+            fmoe_tensor_dtype(t) != fmoe_tensor_dtype(first))
+            return false;
+        rows += t->shape[0];
+    }
+    if (!first) return false;
+    j->t = *first;
+    j->shape[0] = rows, j->shape[1] = first->shape[1];
+    j->strides[0] = fmoe_stride(first, 0), j->strides[1] = fmoe_stride(first, 1);
+    return true;
+}
+
+static bool alike(const fmoe_tensor *list, int64_t n)
+{
+    bool same = true;
+    for (int64_t i = 1; list && i < n; i++)
+        same = same && list[i].shape[0] == list->shape[0] && list[i].shape[1] == list->shape[1] && fmoe_tensor_dtype(list + i) == fmoe_tensor_dtype(list);
+    return same;
+}
+
+static const fmoe_tensor *whole(Joined &j, const fmoe_tensor *list)
+{
+    j.t.shape = j.shape, j.t.strides = j.strides;
+    return list ? &j.t : nullptr;
+}
+
 static const fmoe_tensor *nth(const fmoe_tensor *t, int64_t i) { return t ? t + i : nullptr; }
+
+// A list whose rows lie one after the other and whose matrices are alike runs as a stack does, in one launch; any other group by group.
+static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, cudaStream_t s)
+{
+    const int64_t E = p->d.E;
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
+    const Lists lists = carve_lists(&c, E);
+    Joined x, y, dy, dx;
+    if (!a->bias && !a->dbias && alike(a->w, E) && alike(a->dw, E) && join(a->x, E, &x) && join(a->y, E, &y) && join(a->dy, E, &dy) && join(a->dx, E, &dx)) {
+        Groups g = {whole(x, a->x), a->w, nullptr, whole(y, a->y), whole(dy, a->dy), whole(dx, a->dx), a->dw, nullptr, E, 0, {}, {}, {}};
+        if (g.w) g.w_mat = rowmap_mat(a->w, E, fmoe_dtype_size(p->d.dtype), lists.w, s);
+        if (g.dw) g.dw_mat = rowmap_mat(a->dw, E, fmoe_dtype_size(fmoe_tensor_dtype(a->dw)), lists.dw, s);
+        rowmap_list(lists.rows, a->x ? a->x : a->dy, E, s);
+        const View sizes = {&lists.rows->rows, -64, sizeof(MatEntry) / 8, 1};
+        return gmm_groups(p, g, sizes, 0, c, run, forward, s);
+    }
+    for (int64_t i = 0; i < E; i++) {
+        Groups g = {nth(a->x, i), nth(a->w, i), nth(a->bias, i), nth(a->y, i), nth(a->dy, i), nth(a->dx, i), nth(a->dw, i), nth(a->dbias, i), 1, 0, {}, {}, {}};
+        if (g.w) g.w_mat = matrix(g.w, 0);
+        if (g.dw) g.dw_mat = matrix(g.dw, 0);
+        FMOE_TRY(gmm_groups(p, g, View{}, 0, c, run, forward, s));
+    }
+    return FMOE_OK;
+}
+
+static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, cudaStream_t s)
+{
+    Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, p->d.E, 1, {}, {}, {}};
+    if (g.w) g.w_mat = matrix(g.w, 1);
+    if (g.dw) g.dw_mat = matrix(g.dw, 1);
+    return gmm_groups(p, g, view(a->sizes), a->cumulative, fmoe_carve_begin(run->workspace, kAlign), run, forward, s);
+}
 
 static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward)
 {
     BEGIN(p);
-    if (a->list) {
-        for (int64_t i = 0; i < p->d.E; i++) {
-            const Groups g = {nth(a->x, i), nth(a->w, i), nth(a->bias, i), nth(a->y, i), nth(a->dy, i), nth(a->dx, i), nth(a->dw, i), nth(a->dbias, i), 0, {}, 1};
-            FMOE_TRY(forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s));
-        }
-        return fmoe_cuda_launched("grouped matmul");
-    }
-    Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, 1, {}, p->d.E};
-    const int64_t R = gmm_count(g);
-    if (a->sizes || plan->path == FMOE_PATH_SM90) {
-        fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign);
-        g.map = carve_groups(&c, R, p->d.E);
-        rowmap_from_sizes(view(a->sizes), p->d.E, R, a->cumulative, g.map, plan->error_dev, s);
-    }
-    FMOE_TRY(forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s));
+    FMOE_TRY((a->list ? gmm_list : gmm_stack)(p, a, run, forward, s));
     return fmoe_cuda_launched("grouped matmul");
 }
 

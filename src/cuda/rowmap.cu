@@ -356,7 +356,7 @@ void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, 
 // ---- A list of matrices: pointers travel as launch parameters, so that nothing is copied from pageable memory ----
 
 struct ListPart {
-    MatEntry entry[160];
+    MatEntry entry[120]; // of 4 KB
 };
 
 __global__ void list_write(const __grid_constant__ ListPart part, MatEntry *dst, int n)
@@ -366,15 +366,47 @@ __global__ void list_write(const __grid_constant__ ListPart part, MatEntry *dst,
 
 void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t s)
 {
-    for (int64_t i = 0; i < n; i += 160) {
+    constexpr int most = sizeof(ListPart) / sizeof(MatEntry);
+    for (int64_t i = 0; i < n; i += most) {
         ListPart part = {};
-        const int now = (int)fmoe_min(160, n - i);
+        const int now = (int)fmoe_min(most, n - i);
         for (int j = 0; j < now; j++) {
             const fmoe_tensor *t = list + i + j;
             part.entry[j].p = fmoe_data(t);
             part.entry[j].r = fmoe_stride(t, 0);
             part.entry[j].c = t->ndim > 1 ? fmoe_stride(t, 1) : 1;
+            part.entry[j].rows = t->shape[0];
         }
-        list_write<<<1, 160, 0, s>>>(part, dst + i, now);
+        list_write<<<1, most, 0, s>>>(part, dst + i, now);
     }
+}
+
+Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, cudaStream_t s)
+{
+    Mat m = {};
+    m.split = INT64_MAX;
+    m.r = fmoe_stride(&list[0], 0);
+    m.c = fmoe_stride(&list[0], 1);
+    const uintptr_t first = (uintptr_t)fmoe_data(&list[0]), step = n > 1 ? (uintptr_t)fmoe_data(&list[1]) - first : 0;
+    uintptr_t low = first, high = first, bits = 0;
+    bool alike = true, even = (intptr_t)step >= 0 && step % size == 0;
+    for (int64_t e = 0; e < n; e++) {
+        const uintptr_t p = (uintptr_t)fmoe_data(&list[e]);
+        alike &= fmoe_stride(&list[e], 0) == m.r && fmoe_stride(&list[e], 1) == m.c;
+        even &= p == first + (uintptr_t)e * step;
+        low = p < low ? p : low;
+        high = p > high ? p : high;
+        bits |= p ^ first;
+    }
+    m.p = (void *)low;
+    if (alike && even) {
+        m.g = (int64_t)(step / size);
+        return m;
+    }
+    rowmap_list(copy, list, n, s);
+    m.list = copy;
+    if (!alike || !bits) return m;
+    while (!(bits & 1)) bits >>= 1, m.shift++;
+    m.span = (int64_t)((high - low) >> m.shift);
+    return m;
 }

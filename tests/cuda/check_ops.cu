@@ -250,7 +250,7 @@ static void one_gmm(int index)
     d.size = sizeof d;
     d.op = FMOE_OP_GROUPED_MATMUL;
     d.dtype = any_dtype();
-    const bool list = coin(25), odd = coin();
+    const bool list = coin(40), alike = list && coin(), odd = coin(); // alike: as one stack would be, its rows one after the other
     d.E = coin(30) ? 1 : pick(2, 7);
     d.K = odd ? pick(1, 90) : 16 * pick(1, 12);
     d.N = odd ? pick(1, 150) : 16 * pick(1, 12);
@@ -263,8 +263,8 @@ static void one_gmm(int index)
     const bool no_sizes = d.E == 1 && !list && coin();
     const int64_t total = R + (no_sizes || list ? 0 : coin() ? pick(1, 50) : 0);
     if (index == 0) R = 0;
-    set_context("gmm %s E %lld K %lld N %lld R %lld list %d wide %d grads %s flags %u w_t %d dw_t %d bias %d cumulative %d", dtype_name(d.dtype), (long long)d.E, (long long)d.K, (long long)d.N,
-                (long long)total, list, wide, dtype_name(gt), flags, w_t, dw_t, bias_on, cumulative);
+    set_context("gmm %s E %lld K %lld N %lld R %lld list %d alike %d wide %d grads %s flags %u w_t %d dw_t %d bias %d cumulative %d", dtype_name(d.dtype), (long long)d.E, (long long)d.K, (long long)d.N,
+                (long long)total, list, alike, wide, dtype_name(gt), flags, w_t, dw_t, bias_on, cumulative);
     fmoe_desc made = d;
     if (list) made.K = made.N = 0;
     Pair p(made);
@@ -277,7 +277,7 @@ static void one_gmm(int index)
     sizes.upload();
     std::vector<fmoe_tensor> v[2][8];
     for (int64_t g = 0; g < G; g++) {
-        const int64_t rows = list ? size[(size_t)g] : no_sizes ? R : total, K = list ? pick(1, 64) : d.K, N = list ? pick(1, 64) : d.N;
+        const int64_t rows = list ? size[(size_t)g] : no_sizes ? R : total, K = list && !alike ? pick(1, 64) : d.K, N = list && !alike ? pick(1, 64) : d.N;
         auto dims = [&](int64_t a, int64_t b) { return list ? std::vector<int64_t>{a, b} : std::vector<int64_t>{d.E, a, b}; };
         auto order = [&](bool t) { return list ? (t ? std::vector<int>{1, 0} : std::vector<int>{0, 1}) : (t ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2}); };
         for (std::deque<Tensor> *t : {&x, &w, &bias, &y, &dy, &dx, &dw, &dbias}) t->emplace_back();
@@ -289,6 +289,13 @@ static void one_gmm(int index)
         dx[g].init(d.dtype, {rows, K});
         dw[g].init(gt, dims(K, N), order(dw_t));
         dbias[g].init(gt, list ? std::vector<int64_t>{N} : std::vector<int64_t>{d.E, N});
+    }
+    for (std::deque<Tensor> *rows : {&x, &y, &dy, &dx}) {
+        char *next = alike ? (char *)arena.take((size_t)(total * (*rows)[0].size(1)) * fmoe_dtype_size((*rows)[0].dtype) + 16) : nullptr;
+        for (Tensor &t : *rows)
+            if (alike && t.span) t.dev_t.data = t.dev = next, next += t.bytes(); // one without rows lies elsewhere
+    }
+    for (int64_t g = 0; g < G; g++) {
         for (Tensor *t : {&x[g], &w[g], &bias[g], &dy[g], &dx[g], &dw[g], &dbias[g]}) t->fill(normal), t->upload();
         y[g].fill([] { return 7.0; }), y[g].upload(); // rows past the total are left alone
         Tensor *all[8] = {&x[g], &w[g], &bias[g], &y[g], &dy[g], &dx[g], &dw[g], &dbias[g]};
@@ -332,7 +339,7 @@ static void one_gmm(int index)
 
 void check_gmm()
 {
-    for (int i = 0; i < 40; i++) one_gmm(i);
+    for (int i = 0; i < 60; i++) one_gmm(i);
 }
 
 // ---- activation ----

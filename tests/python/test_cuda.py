@@ -195,6 +195,24 @@ def test_every_operator_against_the_specification():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_list_has_the_bits_of_a_stack_wherever_its_rows_are(dtype):
+    g, sizes, K, N = torch.Generator("cuda").manual_seed(5), [70, 0, 130, 1, 64], 96, 160
+    normal = lambda *s: torch.randn(*s, generator=g, device="cuda").to(dtype)  # noqa: E731
+    x, stored, dy = normal(sum(sizes), K), normal(len(sizes), N, K), normal(sum(sizes), N)
+    leaves = [x.clone().requires_grad_(), stored.clone().requires_grad_()]
+    y = GmmFunction.apply(leaves[0], leaves[1].transpose(1, 2), sizes)
+    want = [y, *torch.autograd.grad(y, leaves, dy)]
+    for apart in (False, True):
+        pieces = [list(t.split(sizes)) for t in (x, dy)] + [list(stored)]
+        xs, dys, ws = ([t.clone() for t in ts] if apart else ts for ts in pieces)
+        xs, ws = ([t.detach().requires_grad_() for t in ts] for ts in (xs, ws))
+        ys = HybridGmmFunction.apply(len(sizes), *xs, *(w.T for w in ws))
+        grads = torch.autograd.grad(ys, (*xs, *ws), dys)
+        found = torch.cat(ys), torch.cat(grads[: len(sizes)]), torch.stack(grads[len(sizes) :])
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_block(dtype):
     T, H, I, E, k = 50, 128, 64, 8, 2
     g = torch.Generator().manual_seed(4)

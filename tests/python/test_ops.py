@@ -289,6 +289,8 @@ def test_errors_are_exceptions_with_both_numbers():
     square = [torch.randn(4, 4) for _ in range(2)]
     with pytest.raises(ValueError, match="a list of 1 tensors beside one of 2"):  # and not the next argument's in its place
         ops.grouped_matmul_list_backward(square, square[:1], square, 1)
+    with pytest.raises(ValueError, match="a list of 1 tensors beside one of 2"):
+        ops.grouped_matmul_list(square, square[:1], [])
 
 
 def test_no_second_derivative_is_said():

@@ -157,15 +157,10 @@ def is_v5_experts(module: nn.Module) -> bool:
 def layer_of(module: nn.Module) -> Layer:
     """The remembered Layer, looked at again when the module has changed."""
     layer = vars(module).get("_fmoe_layer")
-    if layer is None:
-        return look_at(module)
-    if not torch.compiler.is_compiling():
-        if len(vars(module)) != layer.attributes:
-            return look_at(module)
-        for name, value in layer.watched:
-            if getattr(module, name) is not value:
-                return look_at(module)
-    return layer
+    if layer is not None and torch.compiler.is_compiling():
+        return layer
+    same = layer is not None and len(vars(module)) == layer.attributes and all([getattr(module, n) is v for n, v in layer.watched])
+    return layer if same else look_at(module)
 
 
 def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),

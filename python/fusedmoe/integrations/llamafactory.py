@@ -31,9 +31,7 @@ def register() -> bool:
     ours = kernels.scan_all_kernels()
     if hasattr(interface, "default_kernels"):
         registry = importlib.import_module(f"{_PACKAGE}.registry").Registry
-        merged = _Kernels(registry._kernels)
-        merged.update(ours)
-        registry._kernels = interface.default_kernels = merged
+        registry._kernels = interface.default_kernels = _Kernels({**registry._kernels, **ours})
     else:
         plugins = importlib.import_module(f"{_PACKAGE}.base").KernelPlugin._registry
         plugins.update(ours)

@@ -34,8 +34,8 @@ class Bound:
 
 
 def _refuse(module: nn.Module) -> None:
-    why = "quantized, offloaded, or have a bias, a hook or an adapter that fusedmoe does not compute"
-    say_once(f"{type(module).__name__}: its experts are {why}: it keeps its own forward")
+    say_once(f"{type(module).__name__}: its experts are quantized, offloaded, or have a bias, a hook or an adapter that fusedmoe does not "
+             "compute: it keeps its own forward")  # fmt: skip
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
@@ -236,9 +236,8 @@ def patch(model: nn.Module, fuse_routers: bool) -> int:
     for module in list(model.modules()):
         bound = next((v for v in vars(module).values() if isinstance(v, Bound)), None)
         if bound is None and not layers.is_v5_experts(module):
-            simple = ((n, v) for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training"))
-            key = (type(module), *simple)
-            if key not in found:
+            own = {n: v for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training")}
+            if (key := (type(module), *own.items())) not in found:
                 found[key] = find(module, fuse_routers)
             bound = found[key] and _put(module, *found[key])
         if bound is not None:  # two grouped matmuls make a layer

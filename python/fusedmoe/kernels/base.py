@@ -48,10 +48,8 @@ class BaseKernel(ABC):
     @classmethod
     def missing(cls, model: Any = None) -> str | None:
         """What keeps this kernel from running here, in words; None: nothing."""
-        found = current_accelerator()
-        if cls._device != DeviceType.CPU and found != cls._device.value:
-            return f"it needs the accelerator {cls._device.value}, the one found is {found}"
-        return None
+        found, needed = current_accelerator(), cls._device.value
+        return None if needed in ("cpu", found) else f"it needs the accelerator {needed}, the one found is {found}"
 
     @classmethod
     def check_deps(cls) -> bool:

@@ -11,10 +11,10 @@ from ....integrations import transformers as hf
 from ...base import BaseKernel, DeviceType, Registry, register_kernel
 
 
-def model_device(model: Any) -> torch.device:
-    """The device of a model's first parameter (or buffer)."""
-    tensor = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def device_type(model: Any) -> str:
+    """The type of device a model's first parameter (or buffer) is on; without any, or without a model: "cpu"."""
+    tensor = None if model is None else next(chain(model.parameters(), model.buffers()), None)
+    return "cpu" if tensor is None else tensor.device.type
 
 
 class MoEKernel(BaseKernel):
@@ -44,7 +44,7 @@ class CpuFusedMoEKernel(MoEKernel):
 
     @classmethod
     def missing(cls, model: Any = None) -> str | None:
-        device = "cpu" if model is None else model_device(model).type
+        device = device_type(model)
         return None if device in ("cpu", "meta") else f"it needs a model on the cpu, this one is on {device}"
 
 
@@ -64,6 +64,6 @@ class FusedMoEKernel(MoEKernel):
 
     @classmethod
     def missing(cls, model: Any = None) -> str | None:
-        device = "cpu" if model is None else model_device(model).type
+        device = device_type(model)
         kernel = Registry.get(f"{'cpu' if device == 'meta' else device}_fused_moe")
         return f"there is no backend for {device}" if kernel is None else kernel.missing(model)

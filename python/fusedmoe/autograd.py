@@ -42,13 +42,14 @@ def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p if p.dtype == dtype or (p.dtype == torch.float32 and dtype != torch.float64) else p.to(dtype)
 
 
-def _with_factors(w: Sequence[Tensor], scales: Sequence[float], dtype: torch.dtype) -> Sequence[Tensor]:
-    """w, its last tensors (the factors of adapters, a scale for each) as the C library reads them. Copies, for one call only: autograd
-    keeps what was given, which is the parameters themselves."""
-    n = len(w) - len(scales)
-    factors = [t.to(dtype) if s == 1 else t.to(dtype, copy=True, memory_format=torch.contiguous_format).mul_(s)
-               for t, s in zip(w[n:], scales, strict=True)]  # fmt: skip
-    return [*w[:n], *(t if 1 in t.stride()[1:] else t.contiguous() for t in factors)]
+def _with_factors(w: Sequence[Tensor], scales: Sequence[float], x: Tensor, flags: int) -> Sequence[Tensor]:
+    """w, its last tensors (the factors of adapters, a scale for each) as the C library reads them: on CUDA they lie as the weights do.
+    Copies, for one call only: autograd keeps what was given, which is the parameters themselves."""
+    n, turned = len(w) - len(scales), 1 if x.is_cuda and flags & ops.TRANSPOSED else 2
+    factors = [t.to(x.dtype) if s == 1 else t.to(x.dtype, copy=True, memory_format=torch.contiguous_format).mul_(s)
+               for t, s in zip((t.transpose(turned, 2) for t in w[n:]), scales, strict=True)]  # fmt: skip
+    lie = [t if t.stride(2) == 1 or (x.is_cpu and t.stride(1) == 1) else t.contiguous() for t in factors]
+    return [*w[:n], *(t.transpose(turned, 2) for t in lie)]
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
@@ -59,7 +60,7 @@ class _Experts(torch.autograd.Function):
     def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
         sizes = _fixed(*ops.layer_sizes(w, *layer[:2]), ids.shape[1]) if is_compiling() else []
         line = ops.experts_saved(x.dtype, x.device, tuple(sizes[:-1]), sizes[-1], *layer) if sizes else ()
-        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x.dtype) if scales else w, *layer, line)
+        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x, layer[1]) if scales else w, *layer, line)
         ctx.save_for_backward(x, ids, p, saved, *w)
         ctx.layer = layer, scales
         return out
@@ -74,7 +75,7 @@ class _Experts(torch.autograd.Function):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = sum({bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes})
-        ready = _with_factors(w, scales, x.dtype) if scales else w
+        ready = _with_factors(w, scales, x, layer[1]) if scales else w
         grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs)
         dx, dp, *dw = ops.spread(grads, [needs & bit for bit in bits])
         for i, scale in enumerate(scales, len(w) - len(scales)):
@@ -110,7 +111,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
         plain = not compiling and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
-        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, dtype) if scales else w, act, flags, alpha, limit)
+        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, xc, flags) if scales else w, act, flags, alpha, limit)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 

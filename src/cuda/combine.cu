@@ -233,7 +233,7 @@ __global__ void dp_sum(DpArgs a)
     }
 }
 
-template <class T> __global__ void __launch_bounds__(128) dp_sum_bias(DpArgs a)
+template <class T, int V> __global__ void __launch_bounds__(128) dp_sum_bias(DpArgs a)
 {
     const int lane = threadIdx.x % 32;
     for (int64_t i = blockIdx.x * 4 + threadIdx.x / 32; i < a.T * a.k; i += (int64_t)gridDim.x * 4) {
@@ -243,7 +243,11 @@ template <class T> __global__ void __launch_bounds__(128) dp_sum_bias(DpArgs a)
         if (r >= 0) {
             const int64_t e = load_int(a.ids.p, a.ids.dtype, t * a.ids.s0 + i % a.k * a.ids.s1);
             const T *d = (const T *)a.dout + t * a.dout_r, *b = (const T *)a.bias + e * a.bias_g;
-            for (int64_t c = lane; c < a.H; c += 32) s = fmaf(to_float(d[c]), to_float(b[c * a.bias_n]), s);
+            for (int64_t c = lane * V; c < a.H; c += 32 * V) {
+                const Pack<T, V> x = *(const Pack<T, V> *)(d + c), y = V > 1 ? *(const Pack<T, V> *)(b + c) : Pack<T, V>{b[c * a.bias_n]};
+#pragma unroll
+                for (int j = 0; j < V; j++) s = fmaf(to_float(x.v[j]), to_float(y.v[j]), s);
+            }
             s = warp_sum(s);
             for (int64_t q = 0; q < a.parts; q++) s += a.dp[q * a.pitch + r];
         }
@@ -251,46 +255,80 @@ template <class T> __global__ void __launch_bounds__(128) dp_sum_bias(DpArgs a)
     }
 }
 
+template <class T> static void dp_bias_launch(const DpArgs &a, cudaStream_t s)
+{
+    constexpr int V = 16 / sizeof(T);
+    const unsigned grid = (unsigned)fmoe_min((a.T * a.k + 3) / 4, (int64_t)1 << 30);
+    const bool whole = ((uintptr_t)a.dout | (uintptr_t)a.bias) % 16 == 0 && a.dout_r % V == 0 && a.bias_g % V == 0 && a.H % V == 0 && a.bias_n == 1;
+    if (whole) dp_sum_bias<T, V><<<grid, 128, 0, s>>>(a);
+    else dp_sum_bias<T, 1><<<grid, 128, 0, s>>>(a);
+}
+
 void dp_reduce(int dtype, const DpArgs &a, cudaStream_t s)
 {
     const int64_t R = a.T * a.k;
     if (R == 0) return;
-    const unsigned grid = (unsigned)fmoe_min((R + 3) / 4, (int64_t)1 << 30);
     if (!a.bias) launch_overlapped(dp_sum, dim3((unsigned)fmoe_min((R + 255) / 256, 65536)), 256, 0, 1, s, a);
-    else if (dtype == FMOE_F32) dp_sum_bias<float><<<grid, 128, 0, s>>>(a);
-    else if (dtype == FMOE_BF16) dp_sum_bias<bf16><<<grid, 128, 0, s>>>(a);
-    else dp_sum_bias<f16><<<grid, 128, 0, s>>>(a);
+    else if (dtype == FMOE_F32) dp_bias_launch<float>(a, s);
+    else if (dtype == FMOE_BF16) dp_bias_launch<bf16>(a, s);
+    else dp_bias_launch<f16>(a, s);
 }
 
-// ---- Column sums over an expert's rows: 32 columns a block, 8 warps share the rows and are added in order ----
+// ---- Column sums over an expert's rows: 8 warps share them and are added in order; a lane has V columns ----
 
-__global__ void __launch_bounds__(256) colsum_kernel(ColsumArgs a)
+template <class T, int V> __global__ void __launch_bounds__(256) colsum_kernel(ColsumArgs a)
 {
+    constexpr int COLS = 32 * V, AHEAD = 4;
     const RowMap &m = a.map_value;
-    __shared__ float sums[8][33];
+    __shared__ float sums[8][COLS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.y;
-    const int64_t n = blockIdx.x * 32ll + lane, first = m.off ? m.off[e] : 0, count = m.off ? m.cnt[e] : a.rows;
+    const int64_t n0 = blockIdx.x * (int64_t)COLS, n = n0 + lane * V, first = m.off ? m.off[e] : 0, count = m.off ? m.cnt[e] : a.rows;
     if (count == 0 && a.accumulate) return;
-    float s = 0;
-    if (n < a.N)
-        for (int64_t i = warp; i < count; i += 8) {
-            const int64_t r = first + i, g = a.gather ? a.gather[r] : r;
-            const float v = load_float(a.a, a.a_dtype, g * a.a_r + n);
-            s = a.prob ? fmaf(a.prob[r], v, s) : s + v;
-        }
-    sums[warp][lane] = s;
+    float s[V] = {};
+    for (int64_t i = warp; i < count && n < a.N; i += 8 * AHEAD) {
+        Words<T, V> v[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (i + 8 * j < count) {
+                const int64_t r = first + i + 8 * j;
+                v[j].load((const T *)a.a + (a.gather ? a.gather[r] : r) * a.a_r + n);
+            }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++)
+            if (i + 8 * j < count) {
+                const float w = a.prob ? a.prob[first + i + 8 * j] : 1.f;
+                float f[V];
+                v[j].get(f);
+#pragma unroll
+                for (int c = 0; c < V; c++) s[c] = fmaf(w, f[c], s[c]);
+            }
+    }
+#pragma unroll
+    for (int c = 0; c < V; c++) sums[warp][lane * V + c] = s[c];
     __syncthreads();
-    if (warp || n >= a.N) return;
-    s = 0;
-    for (int w = 0; w < 8; w++) s += sums[w][lane];
-    const int64_t o = e * a.out_g + (n >= a.out_split ? a.out_delta + (n - a.out_split) * a.out_n : n * a.out_n);
-    if (a.accumulate) s += load_float(a.out, a.out_dtype, o);
-    store_float(a.out, a.out_dtype, o, s);
+    const int64_t column = n0 + threadIdx.x;
+    if (threadIdx.x >= COLS || column >= a.N) return;
+    float sum = 0;
+    for (int w = 0; w < 8; w++) sum += sums[w][threadIdx.x];
+    const int64_t o = e * a.out_g + (column >= a.out_split ? a.out_delta + (column - a.out_split) * a.out_n : column * a.out_n);
+    if (a.accumulate) sum += load_float(a.out, a.out_dtype, o);
+    store_float(a.out, a.out_dtype, o, sum);
+}
+
+// 16 bytes a lane where that is enough blocks for a card; the sums are the same.
+template <class T> static void colsum_launch(const ColsumArgs &a, cudaStream_t s)
+{
+    constexpr int V = 16 / sizeof(T);
+    const int64_t wide = (a.N + 32 * V - 1) / (32 * V);
+    const bool whole = (uintptr_t)a.a % 16 == 0 && a.a_r % V == 0 && a.N % V == 0;
+    if (whole && wide * a.E >= 128) colsum_kernel<T, V><<<dim3((unsigned)wide, (unsigned)a.E), 256, 0, s>>>(a);
+    else colsum_kernel<T, 1><<<dim3((unsigned)((a.N + 31) / 32), (unsigned)a.E), 256, 0, s>>>(a);
 }
 
 void colsum_rows(const ColsumArgs &a, cudaStream_t s)
 {
     if (a.E == 0 || a.N == 0) return;
-    const dim3 grid((unsigned)((a.N + 31) / 32), (unsigned)a.E);
-    colsum_kernel<<<grid, 256, 0, s>>>(a);
+    if (a.a_dtype == FMOE_F32) colsum_launch<float>(a, s);
+    else if (a.a_dtype == FMOE_BF16) colsum_launch<bf16>(a, s);
+    else colsum_launch<f16>(a, s);
 }

@@ -5,13 +5,22 @@
 #include "common.cuh"
 
 #include <cmath>
+#include <type_traits>
 
 struct Factor {
     float value, slope;
 };
 
 DEV float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-DEV float sigmoid_fast(float x) { return __fdividef(1.f, 1.f + __expf(-x)); } // for results rounded to 16 bits
+
+// For results rounded to 16 bits: four instructions, where __fdividef(1.f, 1.f + __expf(-x)) is seven for the sake of denormals.
+DEV float sigmoid_fast(float x)
+{
+    float e, s;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(s) : "f"(1.f + e));
+    return s;
+}
 
 DEV Factor silu_factor(float g, float alpha)
 {
@@ -78,32 +87,33 @@ DEV Factor up_factor(int act, float u, float limit)
     return c;
 }
 
-// ---- For results of 16 bits, in the epilogues of the products: all sigmoids in one formula,
-//   F(g) = min(c s(c (k0 + k1 c^2)), out_max) with c = min(g, gate_max),   V(u) = clamp(u, up_max) + up_add
+// ---- For results of 16 bits ----
+//
+// FAST_CLAMP: F(g) = min(c s(alpha c), out_max) with c = min(g, gate_max), V(u) = clamp(u, up_max) + up_add. SiLU is one without limits.
 
-enum { FAST_SWIGLU, FAST_SIGMOID, FAST_ERF, FAST_RELU };
+enum { FAST_SWIGLU, FAST_CLAMP, FAST_TANH, FAST_ERF, FAST_RELU };
 
 struct FastAct {
     int kind, squared; // squared: of relu
-    float k0, k1, gate_max, out_max, up_max, up_add;
+    float alpha, gate_max, out_max, up_max, up_add;
 };
 
 static inline FastAct fast_act(int act, float alpha, float limit)
 {
-    FastAct f = {FAST_SIGMOID, 0, 1.f, 0.f, INFINITY, INFINITY, INFINITY, 0.f};
+    FastAct f = {FAST_CLAMP, 0, 1.f, INFINITY, INFINITY, INFINITY, 0.f};
     switch (act) {
     case FMOE_ACT_SWIGLU: f.kind = FAST_SWIGLU; break;
     case FMOE_ACT_GEGLU:
     case FMOE_ACT_GELU: f.kind = FAST_ERF; break;
     case FMOE_ACT_GEGLU_TANH:
-    case FMOE_ACT_GELU_TANH: f.k0 = 1.59576912160573072f, f.k1 = 0.0713548162726009f; break; // 2 sqrt(2 / pi) and 0.044715 of it
+    case FMOE_ACT_GELU_TANH: f.kind = FAST_TANH; break;
     case FMOE_ACT_REGLU:
     case FMOE_ACT_RELU: f.kind = FAST_RELU; break;
     case FMOE_ACT_RELU2: f.kind = FAST_RELU, f.squared = 1; break;
-    case FMOE_ACT_SWIGLU_OAI: f.k0 = alpha, f.up_add = 1.f; // and as the next
+    case FMOE_ACT_SWIGLU_OAI: f.alpha = alpha, f.up_add = 1.f; // and as the next
     case FMOE_ACT_SWIGLU_CLAMP: f.gate_max = f.up_max = limit; break;
     case FMOE_ACT_SWIGLU_CLAMP_OUT: f.out_max = f.up_max = limit; break;
-    default: break;
+    default: break; // SiLU
     }
     return f;
 }
@@ -115,22 +125,41 @@ template <int KIND> DEV Factor fast_gate(const FastAct &f, float g)
         const Factor r = relu_factor(g);
         return f.squared ? Factor{r.value * r.value, 2.f * r.value} : r;
     }
+    if (KIND == FAST_TANH) {
+        const float k = 1.59576912160573072f, k3 = 0.0713548162726009f, q = g * g; // 2 sqrt(2 / pi) and 0.044715 of it
+        const float s = sigmoid_fast(g * fmaf(k3, q, k)), v = g * s;
+        return {v, fmaf(fmaf(-v, s, v), fmaf(3.f * k3, q, k), s)};
+    }
     const bool over = g > f.gate_max;
-    const float c = over ? f.gate_max : g, q = c * c, s = sigmoid_fast(c * fmaf(f.k1, q, f.k0)), v = c * s;
-    const float slope = over ? 0.f : s + v * (1.f - s) * fmaf(3.f * f.k1, q, f.k0);
-    return at_most({v, slope}, f.out_max);
+    const float c = over ? f.gate_max : g, s = sigmoid_fast(f.alpha * c), v = c * s, slope = fmaf(fmaf(-v, s, v), f.alpha, s);
+    const bool out = v > f.out_max;
+    return {out ? f.out_max : v, over || out ? 0.f : slope};
 }
 
-DEV Factor fast_up(const FastAct &f, float u)
+template <int KIND> DEV Factor fast_up(const FastAct &f, float u)
 {
-    if (u > f.up_max) return {f.up_max + f.up_add, 0.f};
-    if (u < -f.up_max) return {f.up_add - f.up_max, 0.f};
-    return {u + f.up_add, 1.f};
+    if (KIND != FAST_CLAMP) return {u, 1.f};
+    const bool over = fabsf(u) > f.up_max;
+    return {(over ? copysignf(f.up_max, u) : u) + f.up_add, over ? 0.f : 1.f};
 }
 
 template <int KIND, bool GATED> DEV float fast_value(const FastAct &f, float g, float u)
 {
     if (KIND == FAST_SWIGLU) return g * sigmoid_fast(g) * u;
     const float v = fast_gate<KIND>(f, g).value;
-    return GATED ? v * fast_up(f, u).value : v;
+    return GATED ? v * fast_up<KIND>(f, u).value : v;
+}
+
+// call(KIND) with the kind of f as a constant: of those with a sigmoid, or of all.
+template <class F> DEV void with_smooth(const FastAct &f, F call)
+{
+    if (f.kind == FAST_SWIGLU) call(std::integral_constant<int, FAST_SWIGLU>());
+    else if (f.kind == FAST_CLAMP) call(std::integral_constant<int, FAST_CLAMP>());
+    else call(std::integral_constant<int, FAST_TANH>());
+}
+template <class F> DEV void with_kind(const FastAct &f, F call)
+{
+    if (f.kind == FAST_ERF) call(std::integral_constant<int, FAST_ERF>());
+    else if (f.kind == FAST_RELU) call(std::integral_constant<int, FAST_RELU>());
+    else with_smooth(f, call);
 }

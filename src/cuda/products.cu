@@ -274,12 +274,12 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
-    const bool gated = w1.parts == 2, swiglu = gated && l.act.kind == FAST_SWIGLU && !b1.p;
-    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !swiglu;
-    // Few rows and SwiGLU.
-    const bool turns = swiglu && a.tokens && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
-    const Sm90Product product = turns || (swiglu && !a.tokens) ? SM90_UP_SWIGLU : gated ? SM90_UP_GLU : SM90_UP_ACT;
-    const int box = product == SM90_UP_SWIGLU ? SM90_BOX : SM90_BOX_ACT;
+    const bool gated = w1.parts == 2, smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
+    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth;
+    // Few rows.
+    const bool turns = smooth && a.tokens && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
+    const Sm90Product product = turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
+    const int box = product == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
     bool ok = true;
     for (int i = 0; i < w1.parts && !turns; i++) ok = ok && weight_map(a.b[i], a.place_b[i], l, w1.part[i], l.I, l.H, false, box).ok;

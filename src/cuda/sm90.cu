@@ -95,7 +95,7 @@ cudaError_t sm90_setup()
 cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream)
 {
     switch (product) {
-    case SM90_UP_SWIGLU:
+    case SM90_UP_SMOOTH:
     case SM90_UP_GLU:
     case SM90_UP_ACT:
     case SM90_GATHER_K:

@@ -58,7 +58,7 @@ struct Sm90Args {
 };
 
 enum Sm90Product {
-    SM90_UP_SWIGLU,      // gathered rows x [gate | up], SwiGLU; h and a
+    SM90_UP_SMOOTH,      // gathered rows x [gate | up], an activation with a sigmoid; h and a
     SM90_UP_GLU,         // the same with any activation and bias (tokens_sm90.cuh)
     SM90_UP_ACT,         // gathered rows x weights [n, k], activation; h and a
     SM90_GATHER_K,       // gathered rows x weights [n, k]

@@ -15,7 +15,7 @@
 #include "wgmma.cuh"
 
 enum WeightSource { W_KMAJOR, W_NMAJOR, W_GLU };               // [feature, k]; [k, feature]; the first, 8 gates and 8 ups in turn
-enum TokenEpilogue { TOK_STORE, TOK_SWIGLU, TOK_GLU, TOK_ACT }; // plain; silu(gate) * up of W_GLU; any activation of gate and up; of one
+enum TokenEpilogue { TOK_STORE, TOK_SMOOTH, TOK_GLU, TOK_ACT }; // plain; a smooth activation of W_GLU; any of gate and up; of one
 
 template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
     typedef T_ T;
@@ -24,7 +24,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr TokenEpilogue EPI = EPI_;
     static constexpr int STAGES = 4, MAX_UNITS = FMOE_CUDA_TOKEN_UNITS, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
-    static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SWIGLU ? 128 : 256; // features of the result in a tile
+    static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SMOOTH ? 128 : 256; // features of the result in a tile
     static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_GLU || EPI == TOK_ACT ? SM90_BOX_ACT : SM90_BOX, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int PIECE = SM90_PIECE, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
@@ -313,7 +313,7 @@ template <class C> struct TokenConsumer {
         });
     }
     // Rows are 8 gates and 8 ups, in both blocks of 64: accumulators i and i + 2.
-    DEV void store_swiglu(const TokenTile &t)
+    DEV void store_smooth(const TokenTile &t)
     {
         const int x = t.n0 + 64 * wg;
 #pragma unroll
@@ -330,14 +330,16 @@ template <class C> struct TokenConsumer {
                 put(t, first, p.h, x, 0, warp, warp + 4, half(0));
                 put(t, first, p.h, x, 1, warp, warp + 4, half(1));
             }
-            put(t, first, p.d, x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
+            with_smooth(p.act, [&](auto kind) {
+                put(t, first, p.d, x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
 #pragma unroll
-                for (int m = 0; m < 2; m++)
+                    for (int m = 0; m < 2; m++)
 #pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const float *v = acc[m] + 4 * (2 * u + h);
-                        w[2 * m + h] = pack2<T>(v[0] * sigmoid_fast(v[0]) * v[2], v[1] * sigmoid_fast(v[1]) * v[3]);
-                    }
+                        for (int h = 0; h < 2; h++) {
+                            const float *v = acc[m] + 4 * (2 * u + h);
+                            w[2 * m + h] = pack2<T>(fast_value<kind.value, true>(p.act, v[0], v[2]), fast_value<kind.value, true>(p.act, v[1], v[3]));
+                        }
+                });
             });
         }
     }
@@ -372,7 +374,8 @@ template <class C> struct TokenConsumer {
                     if (GLU && p.keep_h) put_rows(t, first, p.h, x, 1, up);
                     if (p.act.kind == FAST_ERF) put_act(std::integral_constant<int, FAST_ERF>());
                     else if (p.act.kind == FAST_RELU) put_act(std::integral_constant<int, FAST_RELU>());
-                    else put_act(std::integral_constant<int, FAST_SIGMOID>());
+                    else if (p.act.kind == FAST_TANH) put_act(std::integral_constant<int, FAST_TANH>());
+                    else put_act(std::integral_constant<int, FAST_CLAMP>()); // SwiGLU with a bias too
                 }
             }
         }
@@ -399,7 +402,7 @@ template <class C> struct TokenConsumer {
             }
             multiply_any(t.units, steps);
             if (t.e >= p.E / 2) tell();
-            if constexpr (C::EPI == TOK_SWIGLU) store_swiglu(t);
+            if constexpr (C::EPI == TOK_SMOOTH) store_smooth(t);
             else store(t);
         }
         tell();

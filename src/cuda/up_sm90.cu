@@ -4,7 +4,7 @@
 #include "tokens_sm90.cuh"
 
 template <class T> using UpGlu = Config<T, 128, 256, 4, A_GATHER, B_GLU, EPI_GLU>;
-template <class T> using TokensUpSwiglu = TokenConfig<T, W_GLU, true, TOK_SWIGLU>;
+template <class T> using TokensUpSmooth = TokenConfig<T, W_GLU, true, TOK_SMOOTH>;
 template <class T> using TokensUpGlu = TokenConfig<T, W_KMAJOR, true, TOK_GLU>;
 template <class T> using TokensUpAct = TokenConfig<T, W_KMAJOR, true, TOK_ACT>;
 template <class T> using TokensGatherK = TokenConfig<T, W_KMAJOR, true, TOK_STORE>;
@@ -13,7 +13,7 @@ template <class T> using TokensGatherN = TokenConfig<T, W_NMAJOR, true, TOK_STOR
 template <class T> static cudaError_t setup()
 {
     cudaError_t e = sm90_setup_one<UpGlu<T>>();
-    if (e == cudaSuccess) e = tokens_setup_one<TokensUpSwiglu<T>>();
+    if (e == cudaSuccess) e = tokens_setup_one<TokensUpSmooth<T>>();
     if (e == cudaSuccess) e = tokens_setup_one<TokensUpGlu<T>>();
     if (e == cudaSuccess) e = tokens_setup_one<TokensUpAct<T>>();
     if (e == cudaSuccess) e = tokens_setup_one<TokensGatherK<T>>();
@@ -22,7 +22,7 @@ template <class T> static cudaError_t setup()
 
 template <class T> static cudaError_t launch(Sm90Product product, Sm90Args &a, int sms, cudaStream_t s)
 {
-    if (product == SM90_UP_SWIGLU) return a.tokens ? tokens_launch_one<TokensUpSwiglu<T>>(a, sms, s) : sm90_launch_one<UpGlu<T>>(a, sms, s);
+    if (product == SM90_UP_SMOOTH) return a.tokens ? tokens_launch_one<TokensUpSmooth<T>>(a, sms, s) : sm90_launch_one<UpGlu<T>>(a, sms, s);
     if (product == SM90_UP_GLU) return tokens_launch_one<TokensUpGlu<T>>(a, sms, s);
     if (product == SM90_UP_ACT) return tokens_launch_one<TokensUpAct<T>>(a, sms, s);
     if (product == SM90_GATHER_K) return tokens_launch_one<TokensGatherK<T>>(a, sms, s);

@@ -27,6 +27,7 @@ static Case draw()
     c.k = pick(1, 4);
     c.T = coin(10) ? pick(1, 3) : coin(30) ? pick(100, 260) : pick(4, 90);
     if (c.H * c.I > 60000 && c.T > 60) c.T = pick(30, 60);
+    if (c.H * c.I > 60000 && c.E > 9) c.E = pick(10, 20);
     c.ptype = coin() ? FMOE_F32 : c.dtype;
     c.gtype = coin() ? FMOE_F32 : c.dtype;
     c.id_type = coin() ? -32 : -64;
@@ -371,6 +372,11 @@ void check_experts(int cases)
     c.dtype = c.gtype = FMOE_BF16, c.flags = 0, c.E = 3, c.k = 3, c.skew = 100, c.T = 420, c.rank1 = 32, c.rank2 = 48;
     run_case(c);
     c.list = false, c.k = 2, c.skew = 0, c.rank1 = c.rank2 = c.wanted = 0;
+    for (int act : {1, 2, 4, 5, 6}) { // in the epilogue of those tiles, but for the first
+        c.act = act, c.dtype = c.gtype = act == 2 ? FMOE_F16 : FMOE_BF16, c.E = 2, c.T = 440;
+        run_case(c);
+    }
+    c.dtype = c.gtype = FMOE_BF16;
     // More experts than counters fit.
     c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;
     run_case(c);

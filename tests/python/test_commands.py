@@ -30,6 +30,12 @@ def test_gmm_beside_torch():
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 1 + 5 * 2, done.stderr
 
 
+def test_layouts_beside_swiglu():
+    sizes = [f"--{name}={value}" for name, value in dict(device="cpu", T=8, H=32, I=16, E=4, k=2, rank=2).items()]
+    done = subprocess.run([sys.executable, ROOT / "bench/layouts.py", *sizes], capture_output=True, text=True)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 6 * 2, done.stderr
+
+
 def test_bench(tmp_path, capsys):
     from fusedmoe import bench
 

@@ -302,7 +302,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     dx_job.w[0].swap = dx_job.w[1].swap = true;
     if (args->dx) {
         fmoe_out_prepare(&dx_run, &dx_job);
-        parts[n_parts++] = (fmoe_part){dx_run.fn, &dx_run};
+        parts[n_parts++] = (fmoe_part){dx_run.fn, &dx_run, false};
     }
     gradients dws = {.n = 0};
     const fmoe_outer_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
@@ -311,15 +311,16 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     if (!w1.list) w1.row = w1.rows = 0; /* both halves at once */
     outer(&dws, &like, dh, 0, x, w1);
     if (w1.list && p->gated) outer(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
+    const int wide = dws.n; /* the rest are as narrow as an adapter */
     outer(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
     outer(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
     outer(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
     outer(&dws, &like, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
-    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_outer_worker, &dws.run[i]};
+    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_outer_worker, &dws.run[i], i >= wide};
     dp_ctx dp = {.p = p, .args = args, .b = &b, .tasks.n = b.g.E};
     if (args->dweights) {
         zero_dweights(args->dweights);
-        parts[n_parts++] = (fmoe_part){dp_worker, &dp};
+        parts[n_parts++] = (fmoe_part){dp_worker, &dp, true};
     }
     fmoe_parallel_parts(p, parts, n_parts);
     if (dw->b1) fmoe_column_sums(p, &b.g, &dh, NULL, dw->b1, false, accumulate);

@@ -4,10 +4,6 @@
 
 static constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-// V elements of a row at once where the layout allows.
-template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Pack {
-    T v[V];
-};
 template <class T, int V> DEV Pack<T, V> load_pack(const void *p, int64_t i) { return *(const Pack<T, V> *)((const T *)p + i); }
 template <class T, int V> DEV void store_pack(void *p, int64_t i, const Pack<T, V> &v) { *(Pack<T, V> *)((T *)p + i) = v; }
 

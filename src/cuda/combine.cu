@@ -3,10 +3,6 @@
 // fixed order, so the same inputs give the same bits.
 #include "common.cuh"
 
-template <class T, int V> struct alignas(V * sizeof(T)) Pack {
-    T v[V];
-};
-
 // 16 bytes of a row, or one element: kept as words, so that nothing is taken apart before it is used.
 template <class T, int V> struct Words;
 template <class T> struct Words<T, 1> {

@@ -30,6 +30,11 @@ template <> DEV float from_float<float>(float v) { return v; }
 template <> DEV bf16 from_float<bf16>(float v) { return __float2bfloat16(v); }
 template <> DEV f16 from_float<f16>(float v) { return __float2half(v); }
 
+// V elements of a row at once, 16 bytes an access, where the layout allows.
+template <class T, int V> struct alignas(V * sizeof(T) < 16 ? V * sizeof(T) : 16) Pack {
+    T v[V];
+};
+
 // One element of a small tensor whose type is known at run time only (routing weights, biases, ids).
 DEV float load_float(const void *p, int dtype, int64_t i)
 {

@@ -285,13 +285,11 @@ static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_a
     return false;
 }
 
-static View tensor_view(const fmoe_tensor *t) { return View{fmoe_data(t), fmoe_tensor_dtype(t), fmoe_stride(t, 0), t->ndim > 1 ? fmoe_stride(t, 1) : 1}; }
-
 static void sort_rows(const Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, int *part)
 {
-    const View probs = tensor_view(a->weights);
+    const View probs = view(a->weights);
     SortArgs s = {};
-    s.ids = tensor_view(a->ids);
+    s.ids = view(a->ids);
     s.p = &probs;
     s.T = l.T;
     s.k = l.k;
@@ -360,7 +358,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     }
     if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, f.l2);
     down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), low2, f.y);
-    const View probs = tensor_view(a->weights);
+    const View probs = view(a->weights);
     combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
     FMOE_TRY(l.status);
     return fmoe_cuda_launched("experts forward");
@@ -499,8 +497,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         d.pitch = l.rows;
         d.dp = b.dp;
         d.slot = l.map.slot;
-        d.ids = tensor_view(a->ids);
-        d.out = tensor_view(a->dweights);
+        d.ids = view(a->ids);
+        d.out = view(a->dweights);
         d.dout = dout;
         d.dout_r = ldd;
         if (bias && a->w.b2) d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);

@@ -17,11 +17,27 @@ struct DeviceScope {
     }
 };
 
+static constexpr size_t kOpsAlign = 256; // of a workspace
+
+static inline View view(const fmoe_tensor *t)
+{
+    if (!t) return View{};
+    return View{fmoe_data(t), fmoe_tensor_dtype(t), fmoe_stride(t, 0), t->ndim > 1 ? fmoe_stride(t, 1) : 1};
+}
+
 // FMOE_ERR_INDEX when an earlier call on this plan met a bad id, size or map entry.
 fmoe_status plan_report(const Plan *plan);
 
+// What every run call begins with.
+#define BEGIN(p)                        \
+    const Plan *plan = plan_of(p);      \
+    DeviceScope scope(plan->device);    \
+    FMOE_TRY(plan_report(plan));        \
+    const cudaStream_t s = stream_of(run)
+
 fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
+void gmm_carve(fmoe_carve *c, int64_t R, int64_t E); // the workspace of a grouped matmul
 
 fmoe_status experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
 fmoe_status experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);

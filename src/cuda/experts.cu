@@ -270,8 +270,8 @@ static ActArgs act_args(const Layer &l, const fmoe_plan_impl *p, const void *h)
     return a;
 }
 
-// Whether the forward fuses the activation; if it does not, h takes the order of an interleaved stack. Forward and backward
-// decide this alike, from x and the weights.
+// Whether the forward fuses the activation with gates and ups apart; if it does not, h takes the order of an interleaved stack. Forward and
+// backward decide this alike, from x and the weights.
 static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3], const Low &low, Weight *w1)
 {
     const size_t size = fmoe_dtype_size(l.dtype);
@@ -340,11 +340,12 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
 
     Weight w1;
     const Low low1 = {f.l1, b1_factor(l, p, a->w.lora_b1)}, low2 = {f.l2, factor_weight(a->w.lora_b2)};
-    const bool fused = decide_fused(l, p, a, f.lists.w, low1, &w1);
+    const bool apart = decide_fused(l, p, a, f.lists.w, low1, &w1);
     const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
     const void *x = fmoe_data(a->x);
     const int64_t ldx = fmoe_stride(a->x, 0);
     const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
+    const bool fused = apart || up_pairs_ok(l, x, ldx, w1, b1, low1);
     if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, f.l1);
     if (fused) {
         up_fused(l, x, ldx, w1, b1, low1, h, f.a);
@@ -456,8 +457,9 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     const bool any_low1 = dw->lora_a1 || dw->lora_b1, any_low2 = dw->lora_a2 || dw->lora_b2;
 
     int parts = 1;
+    const bool fused_dh = dh_fused_ok(l, dout, ldd, w2, back2);
     l.ready = b.ready;
-    if (fused) rowmap_clear(l.ready, l.stream);
+    if (fused || fused_dh) rowmap_clear(l.ready, l.stream);
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
@@ -466,7 +468,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
             else up_product(l, x, ldx, w1, b1, low1, h);
         }
         if (p->d.rank2) low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, b.m2);
-        if (fused && dh_fused_ok(l, dout, ldd, w2, back2)) {
+        if (fused_dh) {
             parts = dh_fused(l, dout, ldd, w2, back2, h, b.dh, b.pa, b.dp);
         } else {
             da_product(l, dout, ldd, w2, back2, b.da);

@@ -15,7 +15,8 @@
 #include "wgmma.cuh"
 
 enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };              // A_T*: the contraction runs over rows (weight gradients)
-enum BSource { B_KMAJOR, B_GLU, B_NMAJOR, B_T, B_T_GATHER };     // weights as stored [n,k], gate and up halves, [k,n]; rows
+// Weights stored [n,k], or gates and ups of two such; [k,n], or gates and ups of two such, or gate and up of a feature as neighbours; rows.
+enum BSource { B_KMAJOR, B_GLU, B_NMAJOR, B_GLU_N, B_PAIRS_N, B_T, B_T_GATHER };
 enum Epilogue { EPI_STORE, EPI_GLU, EPI_DGLU, EPI_STORE_F32 };
 
 template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilogue EPI_> struct Config {
@@ -34,9 +35,10 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int THREADS = EPI_WG ? 512 : 384;
     static constexpr int STAGING_AT = STAGES * STAGE;
     static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
-    static constexpr int COLS = B == B_GLU ? BN / 2 : BN; // columns of the result in a tile
+    static constexpr int COLS = EPI == EPI_GLU ? BN / 2 : BN; // columns of the result in a tile
+    static constexpr int BOXES = B <= B_GLU && !EPI_WG ? 2 : BN / 64; // of weights
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : RAGGED ? 56 : 40, REG_CONSUMER = EPI_WG ? 152 : GATHER ? 216 : RAGGED ? 224 : 232, REG_EPILOGUE = 152;
+    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : RAGGED ? 56 : 40, REG_CONSUMER = EPI_WG ? 144 : GATHER ? 216 : RAGGED ? 224 : 232, REG_EPILOGUE = 168;
     static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
 };
 
@@ -138,14 +140,16 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
         }
     }
     if constexpr (!C::GATHER_B) {
-        constexpr int BOXES = C::B <= B_GLU ? 2 : C::BN / 64, BYTES = C::B_BYTES / BOXES;
+        constexpr int BOXES = C::BOXES, BYTES = C::B_BYTES / BOXES;
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
             if (t.share_b && i % 2 != rank) continue;
             int x = 0, y = 0, which = low ? 0 : part;
-            if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / 2);
+            if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / BOXES);
             if (C::B == B_GLU) x = k * 64, y = t.n0, which = i;
             if (C::B == B_NMAJOR) x = t.n0 + 64 * i, y = k * 64;
+            if (C::B == B_GLU_N) x = t.n0 + i % (BOXES / 2) * 64, y = k * 64, which = i / (BOXES / 2);
+            if (C::B == B_PAIRS_N) x = 2 * t.n0 + 64 * i, y = k * 64;
             if (C::B == B_T) {
                 x = t.n0 + 64 * i;
                 if (t.share_b) tma_load2_multicast(b + i * BYTES, &p.b[0], bar, x, krow, 3);
@@ -325,7 +329,31 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
         const int row = t.row0 + row_wg + sub * 64 + warp * 16;
         if (row >= t.end) break;
         float *v = acc[sub];
-        if constexpr (C::EPI == EPI_GLU) {
+        if constexpr (C::B == B_PAIRS_N) {
+#pragma unroll
+            for (int c = 0; c < C::BN / 128; c++) {
+                const int n = t.n0 + 64 * c;
+                if (n >= p.N) break;
+                float *q = v + 64 * c;
+                if (p.bias) {
+                    const uint32_t *b = (const uint32_t *)((const T *)p.bias + (size_t)t.e * p.bias_g + 2 * n) + lane % 4;
+#pragma unroll
+                    for (int j = 0; j < 16; j++) {
+                        const float2 two = unpack2<T>(b[4 * j]);
+                        q[4 * j] += two.x, q[4 * j + 1] += two.y, q[4 * j + 2] += two.x, q[4 * j + 3] += two.y;
+                    }
+                }
+                if (p.keep_h) {
+                    out.put([&](uint32_t b) { store_fragment<T>(b, q, lane); }, &p.h[0], 2 * n, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, q + 32, lane); }, &p.h[0], 2 * n + 64, row, 0, false, true);
+                }
+                uint32_t w[16]; // a feature of rows r and r + 8
+#pragma unroll
+                for (int j = 0; j < 16; j++)
+                    w[j] = pack2<T>(fast_value<FAST_CLAMP, true>(p.act, q[4 * j], q[4 * j + 1]), fast_value<FAST_CLAMP, true>(p.act, q[4 * j + 2], q[4 * j + 3]));
+                out.put([&](uint32_t b) { store_features(b, w, lane); }, &p.d[0], n, row, 0, false, true);
+            }
+        } else if constexpr (C::EPI == EPI_GLU) {
 #pragma unroll
             for (int c = 0; c < C::BN / 128; c++) {
                 if (t.n0 + 64 * c >= p.N) break; // N is a multiple of 64 here
@@ -456,78 +484,91 @@ template <int KIND> DEV Slopes slopes(const Sm90Args &p, float d, float prob, fl
         const float s = sigmoid_fast(g), l = g * s, a = l * u, dp = d * prob;
         return {dp * u * (s + l * (1.f - s)), dp * l, a * prob, d * a};
     }
-    const Factor f = fast_gate<KIND>(p.act, g), v = p.gated ? fast_up<KIND>(p.act, u) : Factor{1.f, 0.f};
+    const Factor f = fast_gate<KIND>(p.act, g), v = fast_up<KIND>(p.act, u);
     const float a = f.value * v.value, dp = d * prob;
     return {dp * v.value * f.slope, dp * f.value * v.slope, a * prob, d * a};
 }
 
 // Epilogue warpgroup of the fused backward: from d (rounded to 16 bits in shared memory) and h. Warp w takes the 16 rows of warp w of
 // each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines.
-template <class C, int KIND> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
+// PAIRS: gate and up of a feature are neighbours in h and dh.
+template <class C, int KIND, bool PAIRS> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
-    const bool gated = KIND == FAST_SWIGLU || p.gated;
-    const size_t pitch = gated ? 2 * (size_t)p.N : p.N;
+    const bool gated = PAIRS || KIND == FAST_SWIGLU || p.gated;
+    const size_t pitch = gated ? 2 * (size_t)p.N : p.N, second = PAIRS ? 8 : p.N; // elements from a thread's first 16 bytes to its others
+    constexpr int STEP = PAIRS ? 2 : 1;
+    const uint32_t ones = pack2<T>(1.f, 1.f);
+    const uint4 one = {ones, ones, ones, ones};
     const T *h = (const T *)p.h_in;
     T *dh = (T *)p.dh, *pa = (T *)p.pa;
     Scheduler<C> sched(p);
     Tile t;
-    uint32_t taken[2] = {0, 0};
-    // Other activations unrolled are more instructions than their cache holds (dh took 1.2 to 1.6 times as long); SwiGLU gains 4 %.
-    constexpr int BLOCKS = C::BN / 64, UNROLL = KIND == FAST_SWIGLU ? BLOCKS : 1;
+    uint32_t taken = 0; // a bit a consumer: arrays would not stay in registers
     while (sched.next(t)) {
         uint4 hg[4], hu[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) hu[i] = one; // ungated: F(h) * 1
         auto load_h = [&](int wg, int c) {
             if (t.n0 + 64 * c + lc >= p.N) return;
-            const T *q = h + (size_t)(t.row0 + wg * 64 + warp * 16 + lr) * pitch + t.n0 + 64 * c + lc;
+            const T *q = h + (size_t)(t.row0 + wg * 64 + warp * 16 + lr) * pitch + STEP * (t.n0 + 64 * c + lc);
 #pragma unroll
             for (int i = 0; i < 4; i++, q += 4 * pitch) {
                 hg[i] = __ldcs((const uint4 *)q);
-                if (gated) hu[i] = __ldcs((const uint4 *)(q + p.N));
+                if (gated) hu[i] = __ldcs((const uint4 *)(q + second));
             }
         };
-        const bool mine[2] = {t.live && t.row0 + warp * 16 < t.end, t.live && t.row0 + 64 + warp * 16 < t.end};
-        if (mine[0]) load_h(0, 0);
+        const int mine = !t.live ? 0 : (t.row0 + warp * 16 < t.end) + 2 * (t.row0 + 64 + warp * 16 < t.end);
+        if (mine & 1) load_h(0, 0);
 #pragma unroll
         for (int wg = 0; wg < 2; wg++) {
-            if (!mine[wg]) continue;
+            if (!(mine >> wg & 1)) continue;
             const int b = wg * 4 + warp, row = t.row0 + wg * 64 + warp * 16;
             const uint32_t d = ring.base + C::STAGING_AT + b * C::STAGING;
             float prob[4], dot[4] = {0, 0, 0, 0};
 #pragma unroll
             for (int i = 0; i < 4; i++) prob[i] = p.prob[row + 4 * i + lr];
-            mbar_wait(tile_full + 8 * b, taken[wg]++ & 1);
-#pragma unroll UNROLL
-            for (int c = 0; c < BLOCKS; c++) {
+            mbar_wait(tile_full + 8 * b, taken >> wg & 1);
+            taken ^= 1u << wg;
+#pragma unroll 1 // otherwise more instructions than their cache holds: dh took up to 1.6 times as long
+            for (int c = 0; c < C::BN / 64; c++) {
                 if (t.n0 + 64 * c >= p.N) break;
                 const bool inside = t.n0 + 64 * c + lc < p.N;
                 uint4 g4[4], u4[4];
 #pragma unroll
                 for (int i = 0; i < 4; i++) g4[i] = hg[i], u4[i] = hu[i];
-                if (c + 1 < BLOCKS && t.n0 + 64 * (c + 1) < p.N) load_h(wg, c + 1);
-                else if (wg == 0 && mine[1]) load_h(1, 0);
+                if (c + 1 < C::BN / 64 && t.n0 + 64 * (c + 1) < p.N) load_h(wg, c + 1);
+                else if (wg == 0 && mine & 2) load_h(1, 0);
                 if (!inside) continue;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const uint4 X = load_shared16(row_address(d + c * 2048, i, lane));
                     const uint32_t *xp = &X.x, *gp = &g4[i].x, *up = &u4[i].x;
+                    const size_t r = row + 4 * i + lr;
+                    T *const o = dh + r * pitch + STEP * (t.n0 + 64 * c + lc);
                     uint4 og, ou, oa;
                     uint32_t *ogp = &og.x, *oup = &ou.x, *oap = &oa.x;
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const float2 x = unpack2<T>(xp[j]), g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
+                        const float2 x = unpack2<T>(xp[j]);
+                        float2 g, u; // of two features
+                        if (PAIRS) {
+                            const float2 a = unpack2<T>(j < 2 ? gp[2 * j] : up[2 * j - 4]), b = unpack2<T>(j < 2 ? gp[2 * j + 1] : up[2 * j - 3]);
+                            g = {a.x, b.x}, u = {a.y, b.y};
+                        } else g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
                         const Slopes v = slopes<KIND>(p, x.x, prob[i], g.x, u.x), w = slopes<KIND>(p, x.y, prob[i], g.y, u.y);
                         dot[i] += v.dp + w.dp;
                         oap[j] = pack2<T>(v.pa, w.pa);
-                        oup[j] = pack2<T>(v.up, w.up);
-                        ogp[j] = pack2<T>(v.gate, w.gate);
+                        if (PAIRS) {
+                            ogp[j % 2 * 2] = pack2<T>(v.gate, v.up), ogp[j % 2 * 2 + 1] = pack2<T>(w.gate, w.up);
+                            if (j % 2) store_global16(o + j / 2 * 8, og);
+                        } else ogp[j] = pack2<T>(v.gate, w.gate), oup[j] = pack2<T>(v.up, w.up);
                     }
-                    const size_t r = row + 4 * i + lr;
-                    *(uint4 *)(pa + r * p.N + t.n0 + 64 * c + lc) = oa;
-                    T *o = dh + r * pitch + t.n0 + 64 * c + lc;
-                    *(uint4 *)o = og;
-                    if (gated) *(uint4 *)(o + p.N) = ou;
+                    store_global16(pa + r * p.N + t.n0 + 64 * c + lc, oa);
+                    if (PAIRS) continue;
+                    store_global16(o, og);
+                    if (gated) store_global16(o + second, ou);
                 }
             }
 #pragma unroll
@@ -575,7 +616,8 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
         consumer<C>(p, ring, tile_full, tile_empty);
     } else if constexpr (C::EPI_WG) {
         registers_up<C::REG_EPILOGUE>();
-        with_kind(p.act, [&](auto kind) { epilogue_dglu<C, kind.value>(p, ring, tile_full, tile_empty); });
+        if (p.pairs) epilogue_dglu<C, FAST_CLAMP, true>(p, ring, tile_full, tile_empty);
+        else with_kind(p.act, [&](auto kind) { epilogue_dglu<C, kind.value, false>(p, ring, tile_full, tile_empty); });
     }
     __syncthreads();
     cluster_sync();
@@ -591,7 +633,7 @@ template <class C> static cudaError_t sm90_setup_one()
 template <class C> static cudaError_t sm90_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
 {
     static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
-    static_assert(C::B > B_GLU || C::BN / 2 == SM90_BOX, "boxes of weights are half a tile");
+    static_assert(C::B > B_GLU || C::BN / C::BOXES == (C::EPI_WG ? SM90_BOX_ACT : SM90_BOX), "boxes of weights are not those of the maps");
     const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
     p.off_shared = all <= SM90_MAX_SMEM;
     return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);

@@ -8,7 +8,7 @@ static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.
 // on. A weight gradient's own results nobody reads.
 static bool launch(Layer &l, Sm90Product product, int f32, Sm90Args &a)
 {
-    const bool fused = product <= SM90_UP_ACT || product == SM90_DH_192 || product == SM90_DH_128;
+    const bool fused = product <= SM90_UP_ACT || (product >= SM90_DH_192 && product <= SM90_DH_128_K);
     const bool wgrad = product == SM90_WGRAD_GATHER_A || product == SM90_WGRAD_GATHER_B, rows = product == SM90_ROWS_K || product == SM90_ROWS_N;
     const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list; // written by a launch, perhaps the last one
     if (fused) l.readies++;
@@ -244,22 +244,35 @@ void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, b
 // ---- Fused ----
 
 // No launch, no map: only what the operands say, so that forward and backward decide alike.
-static bool kmajor_ok(const Mat &w)
+static bool by_columns(const Mat &w) { return w.c != 1 && w.r == 1; } // neighbours in memory are those of a column
+
+static bool map_ok(const Layer &l, const Mat &w, bool columns)
 {
-    return w.c == 1 && w.r % 8 == 0 && (w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : w.g % 8 == 0) && (uintptr_t)w.p % 16 == 0;
+    const int64_t pitch = columns ? w.c : w.r;
+    const bool far = w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : l.E == 1 || (w.g > 0 && w.g % 8 == 0);
+    return by_columns(w) == columns && (columns || w.c == 1) && pitch > 0 && pitch % 8 == 0 && far && (uintptr_t)w.p % 16 == 0;
 }
 
-static bool low_ok(const Layer &l, const Low &low)
+// The factor lies as the weights do.
+static bool low_ok(const Layer &l, const Low &low, int parts, bool columns)
 {
     bool ok = true;
-    for (int i = 0; i < low.factor.parts && low.rows.cols; i++) ok = ok && kmajor_ok(low.factor.part[i]) && (low.factor.part[i].g > 0 || l.E == 1);
+    for (int i = 0; i < parts && low.rows.cols; i++) ok = ok && map_ok(l, low.factor.part[i], columns);
     return ok;
 }
 
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Low &low)
 {
-    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !low_ok(l, low)) return false;
-    return w1.parts == 2 ? w1.strided && kmajor_ok(w1.part[0]) && kmajor_ok(w1.part[1]) : w1.single && kmajor_ok(w1.whole);
+    const bool gated = w1.parts == 2, columns = gated && w1.strided && by_columns(w1.part[0]);
+    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !low_ok(l, low, w1.parts, columns)) return false;
+    return gated ? w1.strided && map_ok(l, w1.part[0], columns) && map_ok(l, w1.part[1], columns) : w1.single && map_ok(l, w1.whole, false);
+}
+
+bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low)
+{
+    const bool bias = !b1.p || (b1.n == 1 && b1.g % 2 == 0 && (uintptr_t)b1.p % 4 == 0); // read two at a time
+    return l.plan->path == FMOE_PATH_SM90 && l.mixed && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.E) && bias && gather_ok(x, ldx) &&
+           map_ok(l, w1.whole, true) && low_ok(l, low, 1, true);
 }
 
 // Gates and ups of one tensor, up after gate at one distance.
@@ -274,17 +287,18 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
-    const bool gated = w1.parts == 2, smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
-    a.tokens = fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth;
+    const bool gated = w1.parts == 2, pairs = l.mixed, columns = gated && by_columns(pairs ? w1.whole : w1.part[0]), smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
+    a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth);
     // Few rows.
-    const bool turns = smooth && a.tokens && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
-    const Sm90Product product = turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
+    const bool turns = smooth && a.tokens && !columns && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
+    const Sm90Product product = pairs ? SM90_UP_PAIRS : columns ? SM90_UP_GLU_N : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
     const int box = product == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
+    const int parts = pairs ? 1 : w1.parts;
     bool ok = true;
-    for (int i = 0; i < w1.parts && !turns; i++) ok = ok && weight_map(a.b[i], a.place_b[i], l, w1.part[i], l.I, l.H, false, box).ok;
-    ok = ok && (turns || low_maps(a, l, low, w1.parts, false, false, box));
-    ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, w1.parts)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
+    for (int i = 0; i < parts && !turns; i++) ok = ok && weight_map(a.b[i], a.place_b[i], l, pairs ? w1.whole : w1.part[i], w1.rows / parts, l.H, false, box).ok;
+    ok = ok && (turns || low_maps(a, l, low, parts, false, columns, box));
+    ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, parts)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
         return;
@@ -302,14 +316,17 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low)
 {
-    return l.plan->path == FMOE_PATH_SM90 && w2.single && kmajor_ok(w2.whole) && gather_ok(dout, ldd) && low_ok(l, low);
+    const bool columns = by_columns(w2.whole);
+    const bool order = !l.mixed || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.E)); // neighbours, with few rows: 1 to 2 % slower
+    return l.plan->path == FMOE_PATH_SM90 && order && w2.single && map_ok(l, w2.whole, columns) && gather_ok(dout, ldd) && low_ok(l, low, 1, columns);
 }
 
 int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, const void *h, void *dh, void *pa, float *dp)
 {
     if (!hopper(l)) return 0;
     Sm90Args a = base_args(l);
-    if (!weight_map(a.b[0], a.place_b[0], l, w2.whole, l.H, l.I, true, SM90_BOX).ok || !low_maps(a, l, low, 1, true, true, SM90_BOX)) {
+    const bool columns = by_columns(w2.whole);
+    if (!weight_map(a.b[0], a.place_b[0], l, w2.whole, l.H, l.I, true, SM90_BOX_ACT).ok || !low_maps(a, l, low, 1, true, !columns, SM90_BOX_ACT)) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the dh product");
         return 0;
     }
@@ -317,13 +334,14 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
     a.N = (int)l.I;
     a.k_steps = steps(l.H);
     a.gated = l.HC == 2 * l.I;
+    a.pairs = l.mixed;
     a.h_in = h;
     a.dh = dh;
     a.pa = pa;
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
     const int tile = fmoe_cuda_dh_tile(l.I);
-    launch(l, tile == 192 ? SM90_DH_192 : SM90_DH_128, 0, a);
+    launch(l, tile == 192 ? (columns ? SM90_DH_192_K : SM90_DH_192) : columns ? SM90_DH_128_K : SM90_DH_128, 0, a);
     return (int)((l.I + tile - 1) / tile);
 }
 
@@ -401,8 +419,6 @@ static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat
 {
     gemm_sm80(l.dtype, wgrad_args(l, A, gather_a, B, gather_b, M, N, D, f32, add), l.stream);
 }
-
-static bool by_columns(const Mat &d) { return d.c != 1 && d.r == 1; }
 
 void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32, int add)
 {

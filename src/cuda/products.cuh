@@ -49,6 +49,8 @@ struct Low {
 // h = gather(x) W1^T + b1, or with the activation in one kernel; a and h are [rows, I] and [rows, HC].
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h);
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Low &low);
+// The same where gate and up alternate in W1 and h.
+bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low);
 void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h, void *a);
 // y = a W2^T + b2
 void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Low &low, void *y);

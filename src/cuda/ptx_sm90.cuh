@@ -104,15 +104,35 @@ DEV void stmatrix4(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r
 {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }
-template <class T> DEV void store_fragment(uint32_t base, const float *v, int lane) // v: the 32 accumulators of 64 columns
+// word(j, h): what a thread has of columns 8 j to 8 j + 7 in its row r + 8 h, two neighbours.
+template <class F> DEV void store_words(uint32_t base, int lane, F word)
 {
     const int row = lane & 15;
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
         const int unit = j + (lane >> 4);
-        stmatrix4(base + row * 128 + ((unit ^ (row & 7)) << 4), pack2<T>(v[4 * j], v[4 * j + 1]), pack2<T>(v[4 * j + 2], v[4 * j + 3]),
-                  pack2<T>(v[4 * j + 4], v[4 * j + 5]), pack2<T>(v[4 * j + 6], v[4 * j + 7]));
+        stmatrix4(base + row * 128 + ((unit ^ (row & 7)) << 4), word(j, 0), word(j, 1), word(j + 1, 0), word(j + 1, 1));
     }
+}
+template <class T> DEV void store_fragment(uint32_t base, const float *v, int lane) // v: the 32 accumulators of 64 columns
+{
+    store_words(base, lane, [&](int j, int h) { return pack2<T>(v[4 * j + 2 * h], v[4 * j + 2 * h + 1]); });
+}
+// w[i]: column 4 i + lane % 4, of row r and (high half) of row r + 8. Neighbours come together in two exchanges within four lanes: of
+// columns 8 j to 8 j + 7 lanes 0 and 1 take the first four, lanes 2 and 3 the others.
+DEV void store_features(uint32_t base, const uint32_t (&w)[16], int lane)
+{
+    const bool odd = lane & 1, upper = lane & 2;
+    const int even_lane = (lane & ~3) | (lane & 1) << 1, odd_lane = even_lane | 1;
+    uint32_t v[16];
+#pragma unroll
+    for (int j = 0; j < 16; j += 2) {
+        const uint32_t one = __shfl_sync(~0u, odd ? w[j + 1] : w[j], upper ? odd_lane : even_lane);
+        const uint32_t two = __shfl_sync(~0u, odd ? w[j] : w[j + 1], upper ? even_lane : odd_lane);
+        const uint32_t left = upper ? two : one, right = upper ? one : two;
+        v[j] = __byte_perm(left, right, 0x5410), v[j + 1] = __byte_perm(left, right, 0x7632);
+    }
+    store_words(base, lane, [&](int j, int h) { return v[2 * j + h]; });
 }
 // The same for 16 x 32 f32.
 DEV void store_fragment_f32(uint32_t base, const float *v, int lane) // v: the 16 accumulators of 32 columns
@@ -131,6 +151,8 @@ DEV uint4 load_shared16(uint32_t a)
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a) : "memory");
     return v;
 }
+// Which the compiler, left alone, makes four of under pressure.
+DEV void store_global16(void *p, const uint4 &v) { asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
 // Address of 16 bytes of such a block in row order: 8 lanes a row, rows 4 i + lane / 8.
 DEV uint32_t row_address(uint32_t base, int i, int lane)
 {

@@ -97,13 +97,17 @@ cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args,
     switch (product) {
     case SM90_UP_SMOOTH:
     case SM90_UP_GLU:
+    case SM90_UP_GLU_N:
+    case SM90_UP_PAIRS:
     case SM90_UP_ACT:
     case SM90_GATHER_K:
     case SM90_GATHER_N: return sm90_launch_gather(product, dtype, args, sms, stream);
     case SM90_ROWS_K:
     case SM90_ROWS_N: return sm90_launch_rows(product, dtype, args, sms, stream);
     case SM90_DH_192:
-    case SM90_DH_128: return sm90_launch_dh(product, dtype, args, sms, stream);
+    case SM90_DH_128:
+    case SM90_DH_192_K:
+    case SM90_DH_128_K: return sm90_launch_dh(product, dtype, args, sms, stream);
     default: return sm90_launch_wgrad(product, dtype, f32, args, sms, stream);
     }
 }

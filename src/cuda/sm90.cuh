@@ -35,7 +35,7 @@ struct Sm90Args {
     const int *tok;         // gather: token of each row
     const void *x;          // gather: the tokens, row pitch ldx
     size_t ldx;
-    const void *bias;       // tokens_sm90: column n of expert e at e * bias_g + n * bias_n, of up bias_up further; or NULL
+    const void *bias;       // column n of expert e at e * bias_g + n * bias_n (pairs: bias_n = 1), of up bias_up further; or NULL
     size_t bias_g;
     int64_t bias_n, bias_up;
     FastAct act;
@@ -48,7 +48,7 @@ struct Sm90Args {
     int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
     int low_steps, low_tail; // of an adapter's rank, after those of all parts: steps of 64, and 16s in one step more (tokens_sm90: 0 or 1)
     int add, keep_h, flat;
-    int gated;              // fused backward: h and dh have gate and up
+    int gated, pairs;       // fused backward: h and dh have gate and up; as neighbours
     int ragged;             // an expert's rows begin and end anywhere
     int off_shared;         // set by the launch: the offsets have a copy in shared memory
     int tokens;             // tokens on the N side (tokens_sm90.cuh)
@@ -60,6 +60,8 @@ struct Sm90Args {
 enum Sm90Product {
     SM90_UP_SMOOTH,      // gathered rows x [gate | up], an activation with a sigmoid; h and a
     SM90_UP_GLU,         // the same with any activation and bias (tokens_sm90.cuh)
+    SM90_UP_GLU_N,       // both, of weights [k, n]: any activation and bias in tokens_sm90.cuh, else one with a sigmoid
+    SM90_UP_PAIRS,       // of weights [k, n] with gate and up as neighbours, and so h: FAST_CLAMP, bias
     SM90_UP_ACT,         // gathered rows x weights [n, k], activation; h and a
     SM90_GATHER_K,       // gathered rows x weights [n, k]
     SM90_GATHER_N,       // gathered rows x weights [k, n]
@@ -67,6 +69,8 @@ enum Sm90Product {
     SM90_ROWS_N,         // rows x weights [k, n]
     SM90_DH_192,         // gathered dout x W2 with the backward of the activation; dh, p*a, parts of dp; column tiles of 192
     SM90_DH_128,         // and of 128
+    SM90_DH_192_K,       // the same of W2 stored [in,out]
+    SM90_DH_128_K,
     SM90_WGRAD_GATHER_A, // D[e] = gather(x)^T rows
     SM90_WGRAD_GATHER_B, // D[e] = rows^T gather(x)
     SM90_WGRAD_ROWS,     // D[e] = rows^T rows, ragged

@@ -47,6 +47,8 @@ int fmoe_cuda_dh_tile(int64_t I)
 
 int fmoe_cuda_use_tokens(int64_t R, int64_t E) { return R < FMOE_CUDA_TOKENS_BELOW * E; }
 
+int fmoe_cuda_use_pairs(int64_t R, int64_t E) { return R <= 64 * E || !fmoe_cuda_use_tokens(R, E); }
+
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 {
     const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;

@@ -42,6 +42,10 @@ int fmoe_cuda_dh_tile(int64_t I);
 enum { FMOE_CUDA_TOKENS_BELOW = 400 }; /* rows an expert */
 int fmoe_cuda_use_tokens(int64_t R, int64_t E);
 
+/* Whether gate and up as neighbours are multiplied and activated in one kernel, of tiles of 128 rows: gpt-oss-20b's forward takes 4 % less
+ * with 64 rows an expert, 1 % more with 128, 6 % more with 256, 4 % less with 1024. */
+int fmoe_cuda_use_pairs(int64_t R, int64_t E);
+
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 

@@ -376,6 +376,17 @@ void check_experts(int cases)
         c.act = act, c.dtype = c.gtype = act == 2 ? FMOE_F16 : FMOE_BF16, c.E = 2, c.T = 440;
         run_case(c);
     }
+    // Weights [in,out]: gates and ups apart and as neighbours, for tiles of tokens and of 128 x 256, W2 either way, tiles of dh of 192 and 128.
+    for (int round = 0; round < 28; round++) {
+        c.act = round % 7, c.flags = (round & 1 ? FMOE_INTERLEAVED : 0) | (round & 2 ? FMOE_BIAS : 0) | (round % 5 == 4 ? FMOE_RECOMPUTE : round % 3 ? FMOE_REUSE_SAVED : 0);
+        if (round & 1 && round % 4 != 3) c.act = round & 4 ? 0 : 5; // what neighbours are fused for
+        c.dtype = c.gtype = round % 6 == 5 ? FMOE_F16 : FMOE_BF16;
+        c.w1_t = true, c.w2_t = round % 8 != 7, c.dw1_t = c.dw2_t = round % 4 == 2;
+        c.T = round & 8 ? 60 : 440, c.H = 320, c.I = round & 4 ? 320 : round % 9 == 8 ? 136 : 192, c.E = 2, c.k = 2;
+        c.rank1 = round & 16 ? 16 * pick(1, 5) : 0, c.rank2 = round & 16 ? 8 * pick(1, 9) : 0, c.turned = c.wanted = 15;
+        run_case(c);
+    }
+    c.w1_t = c.w2_t = c.dw1_t = c.dw2_t = false, c.rank1 = c.rank2 = c.turned = c.wanted = 0;
     c.dtype = c.gtype = FMOE_BF16;
     // More experts than counters fit.
     c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;

@@ -60,6 +60,7 @@ int main(void)
         }
     CHECK(fmoe_cuda_decode_blocks(512, 264, 16) == 264 && fmoe_cuda_decode_blocks(1792, 264, 4 * 320) == 1792);
     CHECK(fmoe_cuda_use_tokens(4096 * 8, 128) && !fmoe_cuda_use_tokens(8192 * 8, 128));
+    CHECK(fmoe_cuda_use_pairs(512 * 4, 32) && !fmoe_cuda_use_pairs(2048 * 4, 32) && fmoe_cuda_use_pairs(8192 * 4, 32));
     for (int64_t R = 1; R < 10000000; R = R * 3 + 1) {
         const int chunk = fmoe_cuda_sort_chunk(R);
         CHECK(chunk % 256 == 0 && (R + chunk - 1) / chunk <= (R <= 512 * 1024 ? 128 : 512));

@@ -362,14 +362,19 @@ def test_model(kernel):
 @pytest.mark.parametrize("how", ["bf16", "autocast"])
 def test_a_model_in_bf16_is_no_worse_than_eager(family, how):
     every = dict(num_experts_per_tok=8, hidden_size=128, intermediate_size=128, moe_intermediate_size=64, topk_group=2)
-    exact = step(tiny(family, **every).double().cuda(), IDS.cuda())
-    model = tiny(family, **every).cuda()
+    batches = [torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(seed)).cuda() for seed in range(2, 8)]
+    model, reference = tiny(family, **every).cuda(), tiny(family, **every).double().cuda()
+    exact = [step(reference, ids) for ids in batches]
+
+    def error(model):
+        """Of all batches: that of one, the worst of its gradients, is luck (ours of eager's 0.7 to 1.5)."""
+        return sum(worst(step(model, ids), want) for ids, want in zip(batches, exact, strict=True))
+
     if how == "bf16":
         model = model.bfloat16()
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
-        eager = step(model, IDS.cuda())
-        ours = step(fusedmoe.apply(model), IDS.cuda())
-    assert worst(ours, exact) <= 1.5 * worst(eager, exact)
+        eager = error(model)
+        assert error(fusedmoe.apply(model)) <= 1.5 * eager
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "DeepseekV3", "Glm4Moe"])

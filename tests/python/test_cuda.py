@@ -374,7 +374,7 @@ def test_a_model_in_bf16_is_no_worse_than_eager(family, how):
         model = model.bfloat16()
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
         eager = error(model)
-        assert error(fusedmoe.apply(model)) <= 1.5 * eager
+        assert error(fusedmoe.apply(model)) <= 1.25 * eager
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Qwen2Moe", "Mixtral", "Olmoe", "GptOss", "DeepseekV3", "Glm4Moe"])

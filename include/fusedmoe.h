@@ -186,8 +186,12 @@ enum {
      */
     FMOE_ROUND_STEPS = 64,
     /* The backward of experts and block may write over the saved state, and needs less workspace for it: one backward
-     * for each forward. Plans that differ in this alone read each other's saved state. Ascend: no effect. */
-    FMOE_REUSE_SAVED = 128
+     * for each forward. Ascend: no effect. */
+    FMOE_REUSE_SAVED = 128,
+    /* The backward of experts and block may use the memory of dw.w1 as workspace until it writes the gradient there,
+     * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
+     * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
+    FMOE_BORROW_DW1 = 256
 };
 
 typedef struct fmoe_desc {

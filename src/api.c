@@ -421,6 +421,24 @@ static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *
     return FMOE_OK;
 }
 
+/* FMOE_BORROW_DW1: memory that holds nothing yet, and nobody else's between its elements. After the checks of dw itself. */
+static fmoe_status check_borrowed(const call *c, const fmoe_tensor *dw1)
+{
+    int64_t last = 0, elements = 1;
+    if (!(c->p->d.flags & FMOE_BORROW_DW1)) return FMOE_OK;
+    if (!dw1) return fmoe_fail(FMOE_ERR_NULL, "dw.w1 is NULL: a plan with FMOE_BORROW_DW1 computes in its memory");
+    if (c->run->flags & FMOE_ACCUMULATE)
+        return fmoe_fail(FMOE_ERR_ARG, "FMOE_ACCUMULATE adds to dw.w1, whose memory the plan's FMOE_BORROW_DW1 lends");
+    for (int i = 0; i < dw1->ndim; i++) {
+        last += (dw1->shape[i] - 1) * fmoe_stride(dw1, i);
+        elements *= dw1->shape[i];
+    }
+    if (last + 1 == elements) return FMOE_OK;
+    return fmoe_fail(FMOE_ERR_STRIDE,
+                     "dw.w1 has %" PRId64 " elements in the space of %" PRId64 ": FMOE_BORROW_DW1 needs it without holes",
+                     elements, last + 1);
+}
+
 static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
 {
     const bool back = c->pass == FMOE_BACKWARD;
@@ -444,7 +462,8 @@ static fmoe_status experts_check(call *c, const fmoe_experts_args *a)
     args[n++] =
         (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     n += weight_args(args + n, c, &a->dw, &experts_grad_names);
-    return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+    FMOE_TRY(finish(c, args, n, AXIS_T, a->saved, a->saved_bytes));
+    return check_borrowed(c, a->dw.w1);
 }
 
 static fmoe_status experts_run(call *c, const fmoe_experts_args *a)
@@ -558,7 +577,8 @@ static fmoe_status block_check(call *c, const fmoe_block_args *a)
     if (gate)
         args[n++] =
             (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
-    return finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
+    FMOE_TRY(finish(c, args, n, AXIS_T, a->saved, a->saved_bytes));
+    return check_borrowed(c, a->dw.w1);
 }
 
 static fmoe_status block_run(call *c, const fmoe_block_args *a)

@@ -157,7 +157,7 @@ static bool act_known(int32_t act)
 static fmoe_status check_desc(const fmoe_desc *d)
 {
     const uint32_t known = FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E |
-                           FMOE_SHARED_GATE | FMOE_ROUND_STEPS | FMOE_REUSE_SAVED;
+                           FMOE_SHARED_GATE | FMOE_ROUND_STEPS | FMOE_REUSE_SAVED | FMOE_BORROW_DW1;
     if (d->dtype < FMOE_F32 || d->dtype > FMOE_F64)
         return fmoe_fail(FMOE_ERR_DTYPE, "dtype is %d, must be a value of fmoe_dtype (1 to 4)", d->dtype);
     if (d->flags & ~known)

@@ -432,6 +432,37 @@ TEST(unknown_run_flags)
     }
 }
 
+TEST(borrowed_memory_is_there_and_its_own)
+{
+    static const call_kind kinds[] = {CALL_EXPERTS, CALL_BLOCK};
+    for (int i = 0; i < 2; i++) {
+        api_call c;
+        call_begin(&c, kinds[i], FMOE_BACKWARD, FMOE_F32);
+        fmoe_plan_destroy(&c.plan);
+        c.d.flags |= FMOE_BORROW_DW1;
+        REQUIRE(fmoe_plan_create(&c.plan, &c.d) == FMOE_OK);
+        fmoe_weights *dw = i ? &c.a.block.dw : &c.a.experts.dw;
+        const fmoe_tensor *const dw1 = dw->w1;
+        dw->w1 = NULL;
+        expect(&c, "no memory", FMOE_ERR_NULL, FMOE_ERR_NULL, "dw.w1", "FMOE_BORROW_DW1");
+        dw->w1 = dw1;
+        c.run.flags = FMOE_ACCUMULATE;
+        expect(&c, "memory in use", FMOE_ERR_ARG, FMOE_ERR_ARG, "FMOE_ACCUMULATE", "FMOE_BORROW_DW1");
+        c.run.flags = 0;
+        CHECK(call_untouched(&c));
+        const int64_t n = dw1->shape[0] * dw1->shape[1], H = dw1->shape[2], strides[3] = {dw1->shape[1] * (H + 1), H + 1, 1};
+        fmoe_tensor holes = *dw1;
+        holes.data = test_alloc((size_t)(n * (H + 1)) * sizeof(float));
+        holes.strides = (int64_t *)strides;
+        dw->w1 = &holes;
+        expect(&c, "holes", FMOE_ERR_STRIDE, FMOE_ERR_STRIDE, number(n * H), number(n * (H + 1) - 1));
+        dw->w1 = dw1;
+        CHECK(call_untouched(&c));
+        CHECK_STATUS(call_make(&c), FMOE_OK);
+        call_end(&c);
+    }
+}
+
 TEST(weights_stacked_or_listed_not_both)
 {
     api_call c, l;

@@ -28,7 +28,7 @@ ROUTE, PERMUTE, GMM, ACTIVATION, EXPERTS, BLOCK = range(1, 7)
 SWIGLU, GEGLU, GEGLU_TANH, REGLU, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_OUT = range(7)
 SILU, GELU, GELU_TANH, RELU, RELU2 = range(16, 21)
 SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
-INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED = (1 << bit for bit in range(8))
+INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED, BORROW_DW1 = (1 << bit for bit in range(9))
 _REPLAY = 8  # of fmoe_run
 # flags of this module and of _core: how `w` is given
 LIST, TRANSPOSED, LORA1, LORA2, _UNGATED = (1 << bit for bit in range(16, 21))
@@ -182,10 +182,9 @@ def unpermute(y, row_map, weights, k):
 
 @_define("unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]")
 def unpermute_backward(y, row_map, weights, dout, needs):
-    wanted = needs & 1, needs & 2
+    T, wanted = dout.shape[0], (needs & 1, needs & 2)
     grads = [_like(t) for t, yes in zip((y, *weights), wanted, strict=False) if yes]
     yield grads
-    T = dout.shape[0]
     plan = _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=int(row_map.shape[0] // T) if T else 1)
     yield plan, 0, T, y, row_map, weights, dout, *spread(grads, wanted)
 
@@ -335,7 +334,8 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
         own = own[len(lists) :]
     grads += [_new(t) for t in own]
     yield grads
-    plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags, alpha, limit), spread(grads, wanted)
+    borrow = BORROW_DW1 if x.is_cuda and needs & 4 and not flags & LIST else 0  # new memory, of no use to anyone else before
+    plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags | borrow, alpha, limit), spread(grads, wanted)
     yield plan, _form(act, flags), x.shape[0], x, ids, p, w, saved, dout, dx, dp, dw
 
 

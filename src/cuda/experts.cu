@@ -2,7 +2,7 @@
 // experts.cu - the layer: which buffers, which products, in which order.
 //
 // forward:  row map | up (gather, activation) | down | combine
-// backward: dh (gather, slope, p*a, dp) | dW2 | dW1 | dx rows | gather-sum
+// backward: dh (gather, slope, p*a, dp) | dW2 | dW1 | dx rows | gather-sum, or (FMOE_BORROW_DW1) dW1 at the end
 //
 // Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows come later.
 //
@@ -75,6 +75,13 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     return f;
 }
 
+// FMOE_BORROW_DW1: whether dW1's memory, wherever it begins, has room for p*a and dx rows.
+static bool borrows(const Layer &l, const fmoe_desc &d)
+{
+    const int64_t size = l.dtype == FMOE_F32 ? 4 : 2, room = l.E * l.HC * l.H * size - (int64_t)kAlign;
+    return (d.flags & FMOE_BORROW_DW1) && l.rows <= room / (fmoe_max(l.H, l.I) * size);
+}
+
 struct Backward {
     RowMap map; // of no tokens
     Ready *ready;
@@ -92,7 +99,7 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d
     // What a thread has read for the last time it writes over: dh where h was, if h is ours; p*a where da was (and dx where p*a was).
     if (flags & FMOE_RECOMPUTE) b.h = b.dh = take_rows(c, l, l.HC);
     else if (!(flags & FMOE_REUSE_SAVED)) b.dh = take_rows(c, l, l.HC);
-    b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
+    if (!borrows(l, d)) b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
     b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
     if (flags & FMOE_RECOMPUTE) b.l1 = take_low(c, l, d.rank1);
     b.l2 = take_low(c, l, d.rank2);
@@ -439,6 +446,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     l.map = carve_map(&s, l.R, l.rows, l.E);
     if (!recompute) b.h = take_rows(&s, l, l.HC), b.l1 = take_low(&s, l, p->d.rank1);
     if (!b.dh) b.dh = b.h;
+    const bool borrow = borrows(l, p->d);
+    if (borrow) b.dxr = b.pa = b.da = (void *)(((uintptr_t)fmoe_data(a->dw.w1) + kAlign - 1) / kAlign * kAlign);
     void *const h = b.h;
     if (l.T == 0) { // the forward had nothing to write down: empty segments here, so that gradients become zero
         l.map = b.map;
@@ -484,12 +493,12 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     }
     if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true));
     if (any_low2) factor_grads(l, a, b, add, true);
-    if (any_dw1) FMOE_TRY(weight_grads(l, p, a, b, add, false));
+    if (any_dw1 && !borrow) FMOE_TRY(weight_grads(l, p, a, b, add, false));
     const bool through1 = p->d.rank1 && (a->dx || dw->lora_a1);
     if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, b.m1);
     if (any_low1) factor_grads(l, a, b, add, false);
     if (a->dx) {
-        if (!any_dw1 || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
+        if (!any_dw1 || borrow || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
         dx_product(l, b.dh, w1, back1, b.dxr);
     }
     if (a->dweights) {
@@ -507,6 +516,10 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         dp_reduce(l.dtype, d, l.stream);
     }
     if (a->dx) combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);
+    if (borrow) {
+        l.begin = SM90_AFTER; // the launch before reads what dW1 is written over
+        FMOE_TRY(weight_grads(l, p, a, b, add, false));
+    }
     FMOE_TRY(l.status);
     return fmoe_cuda_launched("experts backward");
 }

@@ -37,6 +37,7 @@ static Case draw()
     c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
     c.w1_t = coin(25), c.w2_t = coin(25), c.dw1_t = coin(25), c.dw2_t = coin(25);
     c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);
+    if (!c.list && c.dw1 && !(c.run_flags & FMOE_ACCUMULATE) && coin(60)) c.flags |= FMOE_BORROW_DW1;
     c.shift = coin(10);
     c.skew = coin(25) ? 80 : 0;
     auto rank = [] { return coin(60) ? 0 : coin(60) ? 8 * pick(1, coin(25) ? 17 : 5) : pick(1, 70); };
@@ -312,6 +313,9 @@ void check_experts(int cases)
     c.ptype = FMOE_F32, c.gtype = FMOE_BF16, c.id_type = -64;
     c.dx = c.dp = c.dw1 = c.dw2 = true;
     run_case(c);
+    c.flags = FMOE_BORROW_DW1;
+    run_case(c);
+    c.flags = 0;
     c.I = 328, c.H = 320, c.gtype = FMOE_F32, c.run_flags = FMOE_ACCUMULATE;
     run_case(c);
     c.flags = FMOE_INTERLEAVED;
@@ -363,7 +367,8 @@ void check_experts(int cases)
     // Rows for tiles of 128 x 256, an odd number of them too, and every number of 16s in the last step; experts with none of the rows.
     c.act = 0, c.list = false, c.H = 320, c.I = 192;
     for (int64_t rank : {1, 8, 16, 24, 40, 56, 64, 72, 128}) {
-        c.flags = rank == 24 ? FMOE_RECOMPUTE : rank == 40 ? FMOE_REUSE_SAVED : 0;
+        c.flags = rank == 24 ? FMOE_RECOMPUTE : rank == 40 ? FMOE_REUSE_SAVED : rank == 56 ? FMOE_BORROW_DW1 : 0;
+        c.run_flags = c.flags & FMOE_BORROW_DW1 ? 0 : FMOE_ACCUMULATE;
         c.dtype = c.gtype = rank == 16 || rank == 72 ? FMOE_F16 : FMOE_BF16;
         c.list = rank == 8 || rank == 72;
         c.T = rank % 16 ? 520 : 440, c.E = 2, c.k = 2, c.rank1 = rank, c.rank2 = rank == 64 ? 16 : rank;
@@ -378,7 +383,8 @@ void check_experts(int cases)
     }
     // Weights [in,out]: gates and ups apart and as neighbours, for tiles of tokens and of 128 x 256, W2 either way, tiles of dh of 192 and 128.
     for (int round = 0; round < 28; round++) {
-        c.act = round % 7, c.flags = (round & 1 ? FMOE_INTERLEAVED : 0) | (round & 2 ? FMOE_BIAS : 0) | (round % 5 == 4 ? FMOE_RECOMPUTE : round % 3 ? FMOE_REUSE_SAVED : 0);
+        c.act = round % 7, c.flags = (round & 1 ? FMOE_INTERLEAVED : 0) | (round & 2 ? FMOE_BIAS : 0) | (round % 5 == 4 ? FMOE_RECOMPUTE : round % 3 ? FMOE_REUSE_SAVED : 0) | (round & 12 ? FMOE_BORROW_DW1 : 0);
+        c.run_flags = round & 12 ? round & 2 ? FMOE_ADD_DX : 0 : FMOE_ACCUMULATE;
         if (round & 1 && round % 4 != 3) c.act = round & 4 ? 0 : 5; // what neighbours are fused for
         c.dtype = c.gtype = round % 6 == 5 ? FMOE_F16 : FMOE_BF16;
         c.w1_t = true, c.w2_t = round % 8 != 7, c.dw1_t = c.dw2_t = round % 4 == 2;

@@ -421,7 +421,7 @@ static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *
     return FMOE_OK;
 }
 
-/* FMOE_BORROW_DW1: memory that holds nothing yet, and nobody else's between its elements. After the checks of dw itself. */
+/* FMOE_BORROW_DW1: memory that holds nothing yet, and nobody else's between its elements. dw itself is checked. */
 static fmoe_status check_borrowed(const call *c, const fmoe_tensor *dw1)
 {
     int64_t last = 0, elements = 1;
@@ -435,7 +435,8 @@ static fmoe_status check_borrowed(const call *c, const fmoe_tensor *dw1)
     }
     if (last + 1 == elements) return FMOE_OK;
     return fmoe_fail(FMOE_ERR_STRIDE,
-                     "dw.w1 has %" PRId64 " elements in the space of %" PRId64 ": FMOE_BORROW_DW1 needs it without holes",
+                     "dw.w1 has %" PRId64 " elements in the space of %" PRId64
+                     ": FMOE_BORROW_DW1 needs it without holes",
                      elements, last + 1);
 }
 

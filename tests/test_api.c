@@ -450,7 +450,8 @@ TEST(borrowed_memory_is_there_and_its_own)
         expect(&c, "memory in use", FMOE_ERR_ARG, FMOE_ERR_ARG, "FMOE_ACCUMULATE", "FMOE_BORROW_DW1");
         c.run.flags = 0;
         CHECK(call_untouched(&c));
-        const int64_t n = dw1->shape[0] * dw1->shape[1], H = dw1->shape[2], strides[3] = {dw1->shape[1] * (H + 1), H + 1, 1};
+        const int64_t n = dw1->shape[0] * dw1->shape[1], H = dw1->shape[2];
+        const int64_t strides[3] = {dw1->shape[1] * (H + 1), H + 1, 1};
         fmoe_tensor holes = *dw1;
         holes.data = test_alloc((size_t)(n * (H + 1)) * sizeof(float));
         holes.strides = (int64_t *)strides;

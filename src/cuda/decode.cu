@@ -1,100 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cu - inference of few tokens: the weights that are needed are read once, at the speed of memory.
+// decode.cu - inference of few tokens with weights [out,in] (decode_cols.cu: [in,out]).
 //
 // Two launches, up with activation and down with the weighted sum; down starts under the tail of up, and asks for weights before it waits
 // for up. There is no row map: every block finds the experts that are hit, and their slots, from the ids. As many blocks as fit at once
 // walk all rows, so that they end together. A warp reads whole rows of weights, 512 contiguous bytes at a time, and multiplies them with
 // the expert's tokens. (Fragments for mma.sync, 64 bytes of 16 rows at a time, were half as fast.)
 #include "decode.cuh"
-
-#include "act.cuh"
 #include "ops.cuh"
-
-#include <type_traits>
-
-static constexpr int THREADS = 256, WARPS = THREADS / 32;
-
-struct DecodeArgs {
-    View ids, p;
-    int R, k, E;
-    int64_t T, H, I;
-    const void *x;
-    int64_t x_r;
-    const void *w1, *w2; // rows of unit stride; of w1 the gates first
-    int64_t w1_r, w1_g, w2_r, w2_g;
-    void *a; // [R, I]
-    void *out;
-    int64_t out_r;
-    int act, add;
-    uint32_t flags;
-    float alpha, limit;
-    DeviceError *error;
-};
-
-DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
-{
-    if (blockIdx.x || (id == -1 && (a.flags & FMOE_SKIP_NEG1)) || (id == a.E && (a.flags & FMOE_SKIP_E))) return;
-    a.error->index = slot;
-    a.error->value = id;
-    __threadfence_system();
-    a.error->code = DEVERR_ID;
-}
-
-// The experts that slots name, in the order of their numbers: the slots of the h-th are first[h], next[first[h]] and so on to -1. In
-// shared memory; up to 1024 slots and 4096 experts (fmoe_cuda_use_decode).
-struct Hits {
-    int *first;
-    uint32_t *bits;
-    int16_t *id, *next; // of a slot; -1: the slot is skipped
-    int count;
-    static constexpr int bytes_of(int R, int E) { return 8 * R + (E + 31) / 32 * 4; }
-};
-DEV Hits find_experts(const DecodeArgs &a, char *shared)
-{
-    const int words = (a.E + 31) / 32;
-    Hits h;
-    h.first = (int *)shared;
-    h.bits = (uint32_t *)(h.first + a.R);
-    h.id = (int16_t *)(h.bits + words);
-    h.next = h.id + a.R;
-    for (int i = threadIdx.x; i < words; i += THREADS) h.bits[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < a.R; i += THREADS) {
-        const int64_t v = load_int(a.ids.p, a.ids.dtype, i / a.k * a.ids.s0 + i % a.k * a.ids.s1);
-        const bool in = v >= 0 && v < a.E;
-        h.id[i] = in ? (int16_t)v : (int16_t)-1;
-        h.first[i] = -1;
-        if (in) atomicOr(&h.bits[v >> 5], 1u << (v & 31));
-        else bad_id(a, i, v);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < a.R; i += THREADS) {
-        const int e = h.id[i];
-        if (e < 0) continue;
-        int rank = __popc(h.bits[e >> 5] & ((1u << (e & 31)) - 1));
-        for (int w = 0; w < e >> 5; w++) rank += __popc(h.bits[w]);
-        h.next[i] = (int16_t)atomicExch(&h.first[rank], i); // in any order: no sum runs over the slots of an expert
-    }
-    h.count = 0;
-    for (int w = 0; w < words; w++) h.count += __popc(h.bits[w]);
-    __syncthreads();
-    return h;
-}
-
-DEV uint4 load_weight(const void *p) { return __ldcs((const uint4 *)p); }
-
-template <class T> DEV void unpack8(const uint4 &v, float (&f)[8])
-{
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if constexpr (std::is_same_v<T, bf16>) f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-        else {
-            const float2 p = __half22float2(*(const __half2 *)&w[i]);
-            f[2 * i] = p.x, f[2 * i + 1] = p.y;
-        }
-    }
-}
 
 DEV float warp_sum(float v)
 {
@@ -108,16 +20,18 @@ DEV float warp_sum(float v)
 template <class T> struct Weights {
     const T *p;
     int64_t g, r, apart;
-    int chunks, width, begin, step; // chunks of 256 elements
+    int n, width, begin, step; // n: elements of a row
 };
 
 // Calls done(slot, i % width, acc), acc[r] = <row r, token of the slot>, for the slots of the warp's experts, NT at a time. DEPTH chunks
 // of every row are asked for at once, and with them those of a token (TOGETHER: of all NT): loads come back in their order, so even what
-// is in the cache comes after weights that other warps want. `ready` is called between the first weights and the first token.
-template <int ROWS, int DEPTH, int NT, bool TOGETHER, class T, class Token, class Ready, class Done>
+// is in the cache comes after weights that other warps want. `ready` is called between the first weights and the first token. ANY:
+// the last chunk of 256 elements may not be a whole one. (It costs registers, and so do biases: 2 to 3 % of the time.)
+template <int ROWS, int DEPTH, int NT, bool TOGETHER, bool ANY, class T, class Token, class Ready, class Done>
 DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready ready, Done done)
 {
     const int lane = threadIdx.x % 32;
+    const auto in = [&](int c) { return c * 256 + (ANY ? lane * 8 : 0) < w.n; };
     bool waited = false;
     for (int hit = 0, group = w.begin;; group += w.step) {
         while (group >= w.width) group -= w.width, hit++;
@@ -136,13 +50,13 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
             }
             float acc[NT][ROWS] = {};
 #pragma unroll 1
-            for (int c0 = 0; c0 < w.chunks; c0 += DEPTH) {
+            for (int c0 = 0; c0 * 256 < w.n; c0 += DEPTH) {
                 uint4 v[DEPTH][ROWS], all[NT][DEPTH];
 #pragma unroll
                 for (int c = 0; c < DEPTH; c++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++)
-                        if (c0 + c < w.chunks) v[c][r] = load_weight(row + r * w.apart + (c0 + c) * 256);
+                        if (in(c0 + c)) v[c][r] = load_weight(row + r * w.apart + (c0 + c) * 256);
                 if (!waited) ready();
                 waited = true;
                 const auto load = [&](int t, int c) { return *(const uint4 *)(token[t] + (c0 + c) * 256); };
@@ -151,7 +65,7 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
                     if (TOGETHER && (t == 0 || slot[t] >= 0)) {
 #pragma unroll
                         for (int c = 0; c < DEPTH; c++)
-                            if (c0 + c < w.chunks) all[t][c] = load(t, c);
+                            if (in(c0 + c)) all[t][c] = load(t, c);
                     }
 #pragma unroll
                 for (int t = 0; t < NT; t++) {
@@ -159,10 +73,10 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
                     uint4 x[DEPTH];
 #pragma unroll
                     for (int c = 0; c < DEPTH; c++)
-                        if (!TOGETHER && c0 + c < w.chunks) x[c] = load(t, c);
+                        if (!TOGETHER && in(c0 + c)) x[c] = load(t, c);
 #pragma unroll
                     for (int c = 0; c < DEPTH; c++)
-                        if (c0 + c < w.chunks) {
+                        if (in(c0 + c)) {
                             float y[8];
                             unpack8<T>(TOGETHER ? all[t][c] : x[c], y);
 #pragma unroll
@@ -188,21 +102,22 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
 }
 
 // up: a warp has one column of one expert at a time, its gate and its up row.
-template <class T, int NT, int DEPTH, int PER_SM> __global__ void __launch_bounds__(THREADS, PER_SM) decode_up(const __grid_constant__ DecodeArgs a)
+template <class T, int NT, int DEPTH, int PER_SM, bool ANY> __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_up(const __grid_constant__ DecodeArgs a)
 {
     extern __shared__ __align__(16) char shared[];
     depend_wait(); // ids and x come from the launch before
     depend_launch();
     const Hits h = find_experts(a, shared);
-    const int warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
-    const Weights<T> w = {(const T *)a.w1, a.w1_g, a.w1_r, a.I * a.w1_r, (int)(a.H / 256), (int)a.I, warp, warps};
-    multiply<2, DEPTH, NT, false>(w, h, [&](int slot) { return (const T *)a.x + slot / a.k * a.x_r; }, [] {}, [&](int slot, int column, const float (&v)[2]) {
-        ((T *)a.a)[slot * a.I + column] = from_float<T>(gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value);
+    const int warp = blockIdx.x * DECODE_WARPS + threadIdx.x / 32, warps = gridDim.x * DECODE_WARPS;
+    const Weights<T> w = {(const T *)a.w1, a.w1_g, ANY ? a.gate * a.w1_r : a.w1_r, (ANY ? a.up : a.I) * a.w1_r, (int)a.H, (int)a.I, warp, warps};
+    multiply<2, DEPTH, NT, false, ANY>(w, h, [&](int slot) { return (const T *)a.x + slot / a.k * a.x_r; }, [] {}, [&](int slot, int column, const float (&v)[2]) {
+        const float r = ANY ? decode_act(a, h.id[slot], column, v[0], v[1]) : gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value;
+        ((T *)a.a)[slot * a.I + column] = from_float<T>(r);
     });
 }
 
 // down: a block has some columns of all experts, a warp ROWS of them at a time; each token's slots are added up in their order.
-template <class T, int NT, int ROWS, int PER_SM> __global__ void __launch_bounds__(THREADS, PER_SM) decode_down(const __grid_constant__ DecodeArgs a)
+template <class T, int NT, int ROWS, int PER_SM, bool ANY> __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __grid_constant__ DecodeArgs a)
 {
     extern __shared__ __align__(16) char shared[];
     depend_launch(); // every launch before the last one is complete: up waited for it
@@ -210,21 +125,24 @@ template <class T, int NT, int ROWS, int PER_SM> __global__ void __launch_bounds
     const int width = (int)((int64_t)groups * (blockIdx.x + 1) / gridDim.x) - first;
     const int column = first * ROWS, columns = width * ROWS;
     float *const prob = (float *)shared, *const part = prob + a.R; // part [R][columns]
-    for (int i = threadIdx.x; i < a.R; i += THREADS) prob[i] = load_float(a.p.p, a.p.dtype, i / a.k * a.p.s0 + i % a.k * a.p.s1);
+    for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) prob[i] = load_float(a.p.p, a.p.dtype, i / a.k * a.p.s0 + i % a.k * a.p.s1);
     const Hits h = find_experts(a, (char *)(part + a.R * columns));
-    const Weights<T> w = {(const T *)a.w2 + column * a.w2_r, a.w2_g, ROWS * a.w2_r, a.w2_r, (int)(a.I / 256), width, (int)threadIdx.x / 32, WARPS};
+    const Weights<T> w = {(const T *)a.w2 + column * a.w2_r, a.w2_g, ROWS * a.w2_r, a.w2_r, (int)a.I, width, (int)threadIdx.x / 32, DECODE_WARPS};
     const auto now_a = [] { depend_wait(); };
-    multiply<ROWS, 3, NT, true>(w, h, [&](int slot) { return (const T *)a.a + slot * a.I; }, now_a, [&](int slot, int group, const float (&v)[ROWS]) {
+    multiply<ROWS, 3, NT, true, ANY>(w, h, [&](int slot) { return (const T *)a.a + slot * a.I; }, now_a, [&](int slot, int group, const float (&v)[ROWS]) {
 #pragma unroll
         for (int r = 0; r < ROWS; r++) part[slot * columns + group * ROWS + r] = v[r];
     });
     __syncthreads();
-    for (int i = threadIdx.x; i < (int)a.T * columns; i += THREADS) {
+    for (int i = threadIdx.x; i < (int)a.T * columns; i += DECODE_THREADS) {
         const int t = i / columns, c = i % columns;
         T *out = (T *)a.out + t * a.out_r + column + c;
         float s = a.add ? to_float(*out) : 0.f;
         for (int j = t * a.k; j < (t + 1) * a.k; j++)
-            if (h.id[j] >= 0) s = fmaf(prob[j], part[j * columns + c], s);
+            if (h.id[j] >= 0) {
+                const float bias = ANY && a.b2.p ? load_float(a.b2.p, a.b2.dtype, h.id[j] * a.b2.s0 + (column + c) * a.b2.s1) : 0.f;
+                s = fmaf(prob[j], part[j * columns + c] + bias, s);
+            }
         *out = from_float<T>(s);
     }
 }
@@ -234,8 +152,10 @@ template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(cons
 {
     const int grid = PER_SM * sms, groups = (int)a.H / ROWS, hits = Hits::bytes_of(a.R, a.E);
     const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R), columns = (groups + blocks - 1) / blocks * ROWS;
-    launch_overlapped(decode_up<T, NT, DEPTH, PER_SM>, dim3((unsigned)grid), THREADS, (size_t)hits, 1, s, a);
-    launch_overlapped(decode_down<T, NT, ROWS, PER_SM>, dim3((unsigned)blocks), THREADS, (size_t)(hits + a.R * 4 * (columns + 1)), 1, s, a);
+    const bool any = a.b1.p || a.gate != 1;
+    launch_overlapped(any || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, true> : decode_up<T, NT, DEPTH, PER_SM, false>, dim3((unsigned)grid), DECODE_THREADS, (size_t)hits, 1, s, a);
+    launch_overlapped(any || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, true> : decode_down<T, NT, ROWS, PER_SM, false>, dim3((unsigned)blocks), DECODE_THREADS,
+                      (size_t)(hits + a.R * 4 * (columns + 1)), 1, s, a);
 }
 
 template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
@@ -244,26 +164,31 @@ template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
     else run<T, 2, 8, 4, 2>(a, sms, s);
 }
 
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows)
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, void *parts)
 {
     const Plan *plan = plan_of(p);
-    const int64_t T = args->x->shape[0];
-    if (!fmoe_cuda_use_decode(&plan->shape, T) || (p->d.flags & (FMOE_BIAS | FMOE_INTERLEAVED)) || !args->w.w1 || !args->w.w2) return false;
+    const int64_t T = args->x->shape[0], HC = p->h_cols;
+    if (!fmoe_cuda_use_decode(&plan->shape, T) || !args->w.w1 || !args->w.w2) return false;
     const fmoe_tensor *w1 = args->w.w1, *w2 = args->w.w2;
+    const bool rows = fmoe_stride(w1, 2) == 1 && fmoe_stride(w2, 2) == 1, cols = fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1;
+    if (!rows && !cols) return false;
     DecodeArgs a = {};
-    a.ids = View{fmoe_data(args->ids), fmoe_tensor_dtype(args->ids), fmoe_stride(args->ids, 0), fmoe_stride(args->ids, 1)};
-    a.p = View{fmoe_data(args->weights), fmoe_tensor_dtype(args->weights), fmoe_stride(args->weights, 0), fmoe_stride(args->weights, 1)};
+    a.ids = view(args->ids);
+    a.p = view(args->weights);
     a.T = T, a.H = p->d.H, a.I = p->d.I;
     a.R = (int)(T * p->d.k), a.k = (int)p->d.k, a.E = (int)p->d.E;
     a.flags = p->d.flags;
+    a.gate = a.flags & FMOE_INTERLEAVED ? 2 : 1;
+    a.up = a.flags & FMOE_INTERLEAVED ? 1 : a.I;
+    if (a.flags & FMOE_BIAS) a.b1 = view(args->w.b1), a.b2 = view(args->w.b2);
     a.x = fmoe_data(args->x);
     a.x_r = fmoe_stride(args->x, 0);
-    a.w1_g = fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, 1);
-    a.w2_g = fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, 1);
     a.w1 = fmoe_data(w1);
     a.w2 = fmoe_data(w2);
+    a.w1_g = fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, rows ? 1 : 2);
+    a.w2_g = fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? 1 : 2);
     const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
-    if (fmoe_stride(w1, 2) != 1 || fmoe_stride(w2, 2) != 1 || bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
+    if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
     a.a = a_rows;
     a.out = fmoe_data(args->out);
     a.out_r = fmoe_stride(args->out, 0);
@@ -273,7 +198,14 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.add = (run_args->flags & FMOE_ADD_OUT) != 0;
     a.error = plan->error_dev;
     const cudaStream_t s = stream_of(run_args);
-    if (p->d.dtype == FMOE_BF16) run<bf16>(a, plan->sms, s);
-    else run<f16>(a, plan->sms, s);
+    if (rows) {
+        if (p->d.dtype == FMOE_BF16) run<bf16>(a, plan->sms, s);
+        else run<f16>(a, plan->sms, s);
+        return true;
+    }
+    if (!fmoe_cuda_use_decode_cols(&plan->shape, T)) return false;
+    a.part[0] = (float *)parts;
+    a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;
+    decode_cols_run(a, p->d.dtype, plan->sms, s);
     return true;
 }

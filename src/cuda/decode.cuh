@@ -1,8 +1,116 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cuh - few tokens, inference: weights are streamed once.
+// decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What both ways of storing them
+// share.
 #pragma once
-#include "common.cuh"
+#include "act.cuh"
+
+#include <type_traits>
 
 // Runs the forward of few tokens where that path applies; false: it does not, and nothing was done. Scratch: a_rows [R, I] in the
-// plan's dtype.
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, void *a_rows);
+// plan's dtype, and parts [DECODE_PARTS][R, 2I + H] in f32.
+static constexpr int DECODE_PARTS = 8;
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, void *a_rows, void *parts);
+
+static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
+
+struct DecodeArgs {
+    View ids, p;
+    int R, k, E;
+    int64_t T, H, I;
+    const void *x;
+    int64_t x_r;
+    const void *w1, *w2; // rows [out,in] or [in,out], of unit stride
+    int64_t w1_r, w1_g, w2_r, w2_g;
+    int64_t gate, up; // of feature i w1 has the gate in row or column i * gate, and the value beside it `up` further
+    View b1, b2;      // biases, or NULL
+    void *a;          // [R, I]
+    float *part[2];   // [DECODE_PARTS][R, 2I] and [.., H]: parts of sums over k, in their order
+    void *out;
+    int64_t out_r;
+    int act, add;
+    uint32_t flags;
+    float alpha, limit;
+    DeviceError *error;
+};
+
+DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
+{
+    if (blockIdx.x || (id == -1 && (a.flags & FMOE_SKIP_NEG1)) || (id == a.E && (a.flags & FMOE_SKIP_E))) return;
+    a.error->index = slot;
+    a.error->value = id;
+    __threadfence_system();
+    a.error->code = DEVERR_ID;
+}
+
+// The experts that slots name, in the order of their numbers: the slots of the h-th are first[h], next[first[h]] and so on to -1. In
+// shared memory; up to 1024 slots and 4096 experts (fmoe_cuda_use_decode).
+struct Hits {
+    int *first;
+    uint32_t *bits;
+    int16_t *id, *next; // of a slot; -1: the slot is skipped
+    int count;
+    static constexpr int bytes_of(int R, int E) { return 8 * R + (E + 31) / 32 * 4; }
+    DEV int rank(int e) const // which of the experts that are hit
+    {
+        int n = __popc(bits[e >> 5] & ((1u << (e & 31)) - 1));
+        for (int w = 0; w < e >> 5; w++) n += __popc(bits[w]);
+        return n;
+    }
+};
+DEV Hits find_experts(const DecodeArgs &a, char *shared)
+{
+    const int words = (a.E + 31) / 32;
+    Hits h;
+    h.first = (int *)shared;
+    h.bits = (uint32_t *)(h.first + a.R);
+    h.id = (int16_t *)(h.bits + words);
+    h.next = h.id + a.R;
+    for (int i = threadIdx.x; i < words; i += DECODE_THREADS) h.bits[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) {
+        const int64_t v = load_int(a.ids.p, a.ids.dtype, i / a.k * a.ids.s0 + i % a.k * a.ids.s1);
+        const bool in = v >= 0 && v < a.E;
+        h.id[i] = in ? (int16_t)v : (int16_t)-1;
+        h.first[i] = -1;
+        if (in) atomicOr(&h.bits[v >> 5], 1u << (v & 31));
+        else bad_id(a, i, v);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) {
+        const int e = h.id[i];
+        if (e < 0) continue;
+        h.next[i] = (int16_t)atomicExch(&h.first[h.rank(e)], i); // in any order: no sum runs over the slots of an expert
+    }
+    h.count = 0;
+    for (int w = 0; w < words; w++) h.count += __popc(h.bits[w]);
+    __syncthreads();
+    return h;
+}
+
+DEV uint4 load_weight(const void *p) { return __ldcs((const uint4 *)p); }
+
+template <class T> DEV void unpack8(const uint4 &v, float (&f)[8])
+{
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if constexpr (std::is_same_v<T, bf16>) f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        else {
+            const float2 p = __half22float2(*(const __half2 *)&w[i]);
+            f[2 * i] = p.x, f[2 * i + 1] = p.y;
+        }
+    }
+}
+
+DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float up)
+{
+    if (a.b1.p) {
+        const int64_t at = e * a.b1.s0 + column * a.gate * a.b1.s1;
+        gate += load_float(a.b1.p, a.b1.dtype, at);
+        up += load_float(a.b1.p, a.b1.dtype, at + a.up * a.b1.s1);
+    }
+    return gate_factor(a.act, gate, a.alpha, a.limit).value * up_factor(a.act, up, a.limit).value;
+}
+
+// Weights [in,out]: up, down and the sums in three launches (decode_cols.cu).
+void decode_cols_run(const DecodeArgs &a, int dtype, int sms, cudaStream_t s);

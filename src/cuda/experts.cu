@@ -69,7 +69,9 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
-    f.h = f.y = take_rows(c, l, fmoe_max(l.HC, l.H)); // h is used up when y is written
+    const bool few = fmoe_cuda_use_decode(&l.plan->shape, l.T); // of which parts of sums may lie there
+    f.h = few ? fmoe_carve_take(c, fmoe_max(DECODE_PARTS * 2 * l.R * (l.HC + l.H), l.rows * fmoe_max(l.HC, l.H)), 2) : take_rows(c, l, fmoe_max(l.HC, l.H));
+    f.y = f.h; // which is used up when y is written
     f.l1 = take_low(c, l, d.rank1);
     f.l2 = take_low(c, l, d.rank2);
     return f;
@@ -337,7 +339,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
-    if (!a->saved && !p->d.rank1 && !p->d.rank2 && decode_run(p, a, run, f.a)) return fmoe_cuda_launched("experts forward (decode)");
+    if (!a->saved && !p->d.rank1 && !p->d.rank2 && decode_run(p, a, run, f.a, f.h)) return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = nullptr;
     if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_low(&s, l, p->d.rank1);

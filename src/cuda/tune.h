@@ -49,6 +49,9 @@ int fmoe_cuda_use_pairs(int64_t R, int64_t E);
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
+/* And with weights [in,out]: the products of larger batches begin some 60 us later, but read those faster. */
+int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T);
+
 /* Blocks that share `groups` of columns, none of them without any: as many as are resident, in multiples of that where the results of a
  * block, `results` floats for each of its groups, would be over 8 KB. */
 int fmoe_cuda_decode_blocks(int groups, int resident, int results);

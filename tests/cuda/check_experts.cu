@@ -323,16 +323,19 @@ void check_experts(int cases)
     // Decode: rows in one and in several parts, few and many slots, experts with none to many of them.
     static const struct {
         int64_t T, k, E, H, I;
-    } few[] = {{1, 8, 9, 512, 768}, {1, 2, 16, 512, 256}, {4, 8, 12, 512, 256}, {2, 2, 5, 2304, 256}, {2, 3, 5, 256, 1024}, {9, 4, 40, 256, 256}, {20, 3, 64, 256, 512}};
+    } few[] = {{1, 8, 9, 512, 768}, {1, 2, 16, 512, 256}, {4, 8, 34, 512, 128}, {2, 2, 5, 2304, 256}, {2, 3, 8, 256, 1024}, {9, 4, 40, 256, 136}, {20, 3, 64, 128, 128},
+               {1, 6, 6, 512, 1408}, {3, 2, 7, 8, 8}, {5, 3, 16, 520, 72}, {2, 2, 3, 96, 2056}, {1, 2, 2, 2888, 104}, {11, 4, 48, 72, 200}, {1, 4, 4, 264, 288}};
     for (const auto &f : few)
-        for (int round = 0; round < 3; round++) {
+        for (int round = 0; round < (f.E * f.H * f.I < 700000 ? 9 : 3); round++) { // weights [out,in], [in,out], and those with gate and up as neighbours and biases
             Case q = c;
             q.T = f.T, q.k = f.k, q.E = f.E, q.H = f.H, q.I = f.I;
-            q.dtype = q.gtype = round == 1 ? FMOE_F16 : FMOE_BF16;
-            q.flags = round == 1 ? FMOE_SKIP_NEG1 | FMOE_SKIP_E : 0;
-            q.run_flags = round == 2 ? FMOE_ADD_OUT : 0;
-            q.id_type = round == 1 ? -32 : -64;
-            q.skew = round == 2 ? 60 : 0;
+            q.dtype = q.gtype = round % 3 == 1 ? FMOE_F16 : FMOE_BF16;
+            q.flags = round % 3 == 1 ? FMOE_SKIP_NEG1 | FMOE_SKIP_E : 0;
+            q.run_flags = round % 3 == 2 ? FMOE_ADD_OUT : 0;
+            q.id_type = round % 3 == 1 ? -32 : -64;
+            q.skew = round % 3 == 2 ? 60 : 0;
+            q.w1_t = q.w2_t = round >= 3 && round != 7;
+            if (round >= 6) q.flags |= FMOE_INTERLEAVED | FMOE_BIAS, q.act = FMOE_ACT_SWIGLU_OAI;
             run_case(q);
         }
     c.flags = 0;

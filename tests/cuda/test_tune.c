@@ -48,11 +48,17 @@ int main(void)
     CHECK(fmoe_cuda_dh_tile(1024) == 128 && fmoe_cuda_dh_tile(128) == 128);
     s.cc = 90;
     CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) && !fmoe_cuda_use_decode(&s, 0));
-    s.I = 704;
+    s.I = 700;
     CHECK(!fmoe_cuda_use_decode(&s, 1));
+    s.I = 1408;
+    CHECK(fmoe_cuda_use_decode(&s, 1));
+    s.I = 768;
+    CHECK(fmoe_cuda_use_decode_cols(&s, 8) && !fmoe_cuda_use_decode_cols(&s, 16) && !fmoe_cuda_use_decode_cols(&s, 0));
+    s.I = 8200;
+    CHECK(fmoe_cuda_use_decode_cols(&s, 1) && !fmoe_cuda_use_decode_cols(&s, 2));
     s.I = 768;
     s.E = 8, s.k = 2;
-    CHECK(fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17));
+    CHECK(fmoe_cuda_use_decode(&s, 4) && !fmoe_cuda_use_decode(&s, 5));
     for (int groups = 1; groups < 2000; groups += 61) /* none of the blocks is left without columns, and their results fit */
         for (int results = 4; results <= 4096; results *= 2) {
             const int blocks = fmoe_cuda_decode_blocks(groups, 264, results), each = (groups + blocks - 1) / blocks;

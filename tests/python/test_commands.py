@@ -10,6 +10,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 from common import V5
 
@@ -34,6 +35,14 @@ def test_layouts_beside_swiglu():
     sizes = [f"--{name}={value}" for name, value in dict(device="cpu", T=8, H=32, I=16, E=4, k=2, rank=2).items()]
     done = subprocess.run([sys.executable, ROOT / "bench/layouts.py", *sizes], capture_output=True, text=True)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 6 * 2, done.stderr
+
+
+def test_decode_of_models():
+    done = subprocess.run([sys.executable, ROOT / "bench/decode.py", "--models=DeepSeek-V2-Lite", "--T=1"], capture_output=True, text=True)
+    if torch.cuda.is_available():
+        assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr
+    else:
+        assert done.returncode == 2 and "no CUDA device" in done.stderr
 
 
 def test_bench(tmp_path, capsys):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Few tokens through the experts of several models, on CUDA: microseconds a layer in a CUDA graph, routing given, and in brackets
+the ratio to reading the weights that are touched at --bandwidth.
+
+    python bench/decode.py [--models gpt-oss-20b,Mixtral] [--T 1,2,4,8,16,32,64] [--bandwidth 4.28e12]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import torch
+
+from fusedmoe import experts, ops
+
+OSS = ops.TRANSPOSED | ops.INTERLEAVED | ops.BIAS
+MODELS = {  # H, I, E, k, activation, how the weights are stored
+    "Qwen3-30B-A3B": (2048, 768, 128, 8, ops.SWIGLU, 0),
+    "DeepSeek-V2-Lite": (2048, 1408, 64, 6, ops.SWIGLU, 0),
+    "GLM-4.5-Air": (4096, 1408, 128, 8, ops.SWIGLU, 0),
+    "Mixtral": (4096, 14336, 8, 2, ops.SWIGLU, 0),
+    "Qwen3-VL-30B-A3B in transformers v4": (2048, 768, 128, 8, ops.SWIGLU, ops.TRANSPOSED),
+    "gpt-oss-20b": (2880, 2880, 32, 4, ops.SWIGLU_OAI, OSS),
+    "gpt-oss-120b": (2880, 2880, 128, 4, ops.SWIGLU_OAI, OSS),
+    "Llama 4 Scout": (5120, 8192, 16, 1, ops.SWIGLU, ops.TRANSPOSED),
+}
+CALLS = 8  # in a graph, each with other tokens and ids: no weights stay in the cache
+
+
+def normal(*size: int) -> torch.Tensor:
+    """Small numbers."""
+    return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+@torch.no_grad()
+def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list[torch.Tensor]) -> tuple[float, float]:
+    """Microseconds of a call, and bytes of the weights it reads, on the average."""
+    x, p = [normal(T, H) for _ in range(CALLS)], [torch.rand(T, k, device="cuda") for _ in range(CALLS)]
+    ids = [torch.rand(T, E, device="cuda").topk(k).indices for _ in range(CALLS)]
+    run = lambda: [experts(x[i], ids[i], p[i], w, act, flags, 1.702, 7.0) for i in range(CALLS)]  # noqa: E731
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(12):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (2 * CALLS))
+    return statistics.median(times), sum(len(i.unique()) for i in ids) / CALLS * 6 * H * I
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--T", default="1,2,4,8,16,32,64")
+    parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second; the default is an H200's copy bandwidth")
+    o = parser.parse_args()
+    tokens = [int(t) for t in o.T.split(",")]
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device")
+    print("| T |", " | ".join(map(str, tokens)), "|\n|---|" + "---|" * len(tokens))
+    for name in o.models.split(","):
+        H, I, E, k, act, flags = MODELS[name]
+        w = [normal(E, H, 2 * I), normal(E, I, H)] if flags & ops.TRANSPOSED else [normal(E, 2 * I, H), normal(E, H, I)]
+        w += [normal(E, 2 * I), normal(E, H)] if flags & ops.BIAS else []
+        cells = [clock(T, H, I, E, k, act, flags, w) for T in tokens]
+        print(f"| {name} |", " | ".join(f"{us:.1f} ({us * 1e-6 * o.bandwidth / size:.2f})" for us, size in cells), "|", flush=True)
+        del w
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

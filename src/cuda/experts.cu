@@ -69,9 +69,11 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
-    const bool few = fmoe_cuda_use_decode(&l.plan->shape, l.T); // of which parts of sums may lie there
-    f.h = few ? fmoe_carve_take(c, fmoe_max(DECODE_PARTS * 2 * l.R * (l.HC + l.H), l.rows * fmoe_max(l.HC, l.H)), 2) : take_rows(c, l, fmoe_max(l.HC, l.H));
-    f.y = f.h; // which is used up when y is written
+    // h is used up when y is written. Few tokens may leave parts of sums there, and what they need so do all larger batches: a workspace
+    // for one is enough for the other.
+    const int64_t columns = fmoe_max(l.HC, l.H), few = fmoe_min(l.T, fmoe_cuda_most_decode_cols(&l.plan->shape)) * l.k;
+    const int64_t rows = fmoe_ceil_div(few * (l.HC + l.H) * DECODE_PARTS * (int64_t)sizeof(float), columns * 2);
+    f.h = f.y = fmoe_carve_take(c, fmoe_max(l.rows, rows), (size_t)columns * (l.dtype == FMOE_F32 ? 4 : 2));
     f.l1 = take_low(c, l, d.rank1);
     f.l2 = take_low(c, l, d.rank2);
     return f;

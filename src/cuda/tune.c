@@ -67,6 +67,13 @@ int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T)
     return fmoe_cuda_use_decode(s, T) && weights <= 9e8 && longest <= (T == 1 ? 32768 : 8192);
 }
 
+int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s)
+{
+    int64_t T = 0;
+    while (fmoe_cuda_use_decode_cols(s, T + 1)) T++;
+    return T;
+}
+
 int fmoe_cuda_decode_blocks(int groups, int resident, int results)
 {
     for (int blocks = resident; blocks < groups; blocks += resident)

@@ -51,6 +51,7 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
 /* And with weights [in,out]: the products of larger batches begin some 60 us later, but read those faster. */
 int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T);
+int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s); /* the largest such T, or 0 */
 
 /* Blocks that share `groups` of columns, none of them without any: as many as are resident, in multiples of that where the results of a
  * block, `results` floats for each of its groups, would be over 8 KB. */

@@ -54,6 +54,8 @@ int main(void)
     CHECK(fmoe_cuda_use_decode(&s, 1));
     s.I = 768;
     CHECK(fmoe_cuda_use_decode_cols(&s, 8) && !fmoe_cuda_use_decode_cols(&s, 16) && !fmoe_cuda_use_decode_cols(&s, 0));
+    const int64_t most = fmoe_cuda_most_decode_cols(&s);
+    CHECK(most >= 8 && most < 16 && fmoe_cuda_use_decode_cols(&s, most) && !fmoe_cuda_use_decode_cols(&s, most + 1));
     s.I = 8200;
     CHECK(fmoe_cuda_use_decode_cols(&s, 1) && !fmoe_cuda_use_decode_cols(&s, 2));
     s.I = 768;

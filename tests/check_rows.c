@@ -448,3 +448,60 @@ void bench_sum(const check_kernel *k, const fmoe_kernels *table, int64_t *items,
     *items = 100 * 1024;
     *flops = 2;
 }
+
+/* ---- scores of a router ---- */
+
+static double awkward_logit(void)
+{
+    static const double odd[] = {0, -0.0, 1e-300, -1e-300, 700, -700, 745, -745, -746, 800, -1e308};
+    switch (check_below(8)) {
+    case 0: return odd[check_below(sizeof odd / sizeof *odd)];
+    case 1: return 1400 * (check_uniform() - 0.5); /* results that are denormal, or zero */
+    case 2: return -(double)INFINITY;
+    default: return 20 * (check_uniform() - 0.5);
+    }
+}
+
+/* Within 16 ulp (2 of e^x, the sum's, one of the division), and for a softmax one for each unit of x - max, which is
+ * rounded before it is an exponent. Where e^x is denormal, by steps of those. */
+void check_scores(const check_kernel *k, int64_t index)
+{
+    static const double wrong[] = {(double)NAN, (double)INFINITY, -(double)INFINITY};
+    CHECK_KERNEL_FN(scores, fmoe_scores_fn, k, &check_table);
+    const bool softmax = strcmp(k->field, "softmax") == 0, bad = index % 8 == 7;
+    const int64_t n = length(index);
+    double *x = check_guarded((size_t)n * sizeof *x, sizeof *x);
+    double *want = check_alloc((size_t)n * sizeof *want), *ulps = check_alloc((size_t)n * sizeof *ulps);
+    long double sum = 0, top = -(long double)INFINITY;
+    check_note("n=%" PRId64 " bad=%d", n, bad);
+    for (int64_t i = 0; i < n; i++) x[i] = i == 0 && !bad ? 1.0 : awkward_logit();
+    if (bad && n) x[check_below(n)] = wrong[check_below(3)];
+    bool nan = false;
+    for (int64_t i = 0; i < n; i++) {
+        nan |= isnan(x[i]) || x[i] == (double)INFINITY;
+        top = (long double)x[i] > top ? (long double)x[i] : top;
+    }
+    nan |= top == -(long double)INFINITY;
+    for (int64_t i = 0; i < n; i++) sum += expl((long double)x[i] - top);
+    for (int64_t i = 0; i < n; i++) {
+        ulps[i] = 16 + (softmax ? (double)(top - (long double)x[i]) : 0);
+        want[i] = (double)(softmax ? expl((long double)x[i] - top) / sum : 1 / (1 + expl(-(long double)x[i])));
+    }
+    scores(x, n);
+    for (int64_t i = 0; i < n; i++) {
+        if (softmax ? nan : isnan(want[i])) {
+            if (!isnan(x[i])) check_fail("score %" PRId64 " is %a, not NaN", i, x[i]);
+        } else
+            check_near(k->field, i, x[i], want[i],
+                       want[i] == 0 ? 0x1p-1073 : ulps[i] * (0x1p-53 * want[i] + 0x1p-1074));
+    }
+}
+
+void bench_scores(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(scores, fmoe_scores_fn, k, table);
+    static double x[128];
+    for (int i = 0; i < 100; i++) scores(x, 128);
+    *items = 100 * 128;
+    *flops = 1;
+}

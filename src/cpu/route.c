@@ -39,14 +39,6 @@ void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { carve(p, c);
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
-static void softmax(double *x, int64_t n)
-{
-    double max = -INFINITY, sum = 0;
-    for (int64_t i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
-    for (int64_t i = 0; i < n; i++) sum += x[i] = exp(x[i] - max);
-    for (int64_t i = 0; i < n; i++) x[i] /= sum;
-}
-
 static double logit(const fmoe_tensor *logits, int64_t t, int64_t e)
 {
     return fmoe_get_float(fmoe_data(logits), fmoe_tensor_dtype(logits), t * fmoe_stride(logits, 0) + e);
@@ -87,8 +79,9 @@ static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_
         bad |= !(s[e] < (double)INFINITY); /* NaN too */
         finite |= (s[e] > -(double)INFINITY) & (s[e] < (double)INFINITY);
     }
-    for (int64_t e = 0; score >= FMOE_SCORE_SIGMOID && e < p->d.E; e++) s[e] = score_one(score, s[e]);
-    if (score == FMOE_SCORE_SOFTMAX) softmax(s, p->d.E);
+    if (score == FMOE_SCORE_SOFTMAX) fmoe_cpu(p)->k.softmax(s, p->d.E);
+    if (score == FMOE_SCORE_SIGMOID) fmoe_cpu(p)->k.sigmoid(s, p->d.E);
+    for (int64_t e = 0; score == FMOE_SCORE_SQRT_SOFTPLUS && e < p->d.E; e++) s[e] = score_one(score, s[e]);
     return bad || !finite;
 }
 
@@ -140,7 +133,7 @@ static void selected_scores(const fmoe_plan_impl *p, const route_scratch *s)
     const bool over_k = p->d.route.score == FMOE_SCORE_TOPK_SOFTMAX;
     for (int64_t j = 0; j < p->d.k; j++)
         s->q[j] = !skipped(p, s->ids[j]) ? s->score[s->ids[j]] : over_k ? -INFINITY : 0;
-    if (over_k) softmax(s->q, p->d.k);
+    if (over_k) fmoe_cpu(p)->k.softmax(s->q, p->d.k);
 }
 
 typedef struct route_run {

@@ -4,7 +4,7 @@
  * bytes at a time. Included after a file has defined QUADS_DOT(acc, a, b), the multiply-add of its 32-bit units.
  *
  * A panel of single units is a transposition: on Zen 4 its shuffles and its 64 half stores take 14 % of the time of 16
- * rows, for every vector operation that is no multiply-add takes the place of one. Blocks of four units need none: a
+ * rows, for shuffles across lanes and most stores share units with the multiply-adds. Blocks of four units need none: a
  * register of B is 4 columns x 4 units as two loads, two inserts and two stores make it, a register of A four units of
  * a row, broadcast. A sum then runs in four lanes, which are added at the end of the chunk. Packing costs 2 % at 16
  * rows (weights in L2). */
@@ -164,8 +164,8 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
 
 enum { LINE = 4 * QUAD, ALONG_MR = 8 }; /* ALONG_MR: rows of a register tile */
 
-/* A cache line of each of four columns, as four registers of B: 2 shuffles a line, which take the place of as many
- * multiply-adds. (Inserts from memory take a half more, masked loads one and a half.) */
+/* A cache line of each of four columns, as four registers of B: 2 shuffles a line, which beside a broadcast for every
+ * second multiply-add take the place of as many. (Inserts from memory take half as long again, masked loads more.) */
 static inline __attribute__((always_inline)) void along_turn(const char *p, int64_t step, __m512 b[4])
 {
     const __m512 w = _mm512_loadu_ps(p), x = _mm512_loadu_ps(p + step), y = _mm512_loadu_ps(p + 2 * step),

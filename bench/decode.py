@@ -15,8 +15,13 @@ import torch
 from fusedmoe import experts, ops
 
 OSS = ops.TRANSPOSED | ops.INTERLEAVED | ops.BIAS
-MODELS = {  # H, I, E, k, activation, how the weights are stored
+MODELS = {  # H, I, E, k, activation, how the weights are stored, rank of adapters if there are any
     "Qwen3-30B-A3B": (2048, 768, 128, 8, ops.SWIGLU, 0),
+    "Qwen3-30B-A3B in lists": (2048, 768, 128, 8, ops.SWIGLU, ops.LIST),
+    "Qwen3-30B-A3B with LoRA 16": (2048, 768, 128, 8, ops.SWIGLU, 0, 16),
+    "Qwen3-30B-A3B in lists with LoRA 16": (2048, 768, 128, 8, ops.SWIGLU, ops.LIST, 16),
+    "Nemotron 3 Nano": (2688, 1856, 128, 6, ops.RELU2, 0),
+    "Nemotron 3 Nano in lists": (2688, 1856, 128, 6, ops.RELU2, ops.LIST),
     "DeepSeek-V2-Lite": (2048, 1408, 64, 6, ops.SWIGLU, 0),
     "GLM-4.5-Air": (4096, 1408, 128, 8, ops.SWIGLU, 0),
     "Mixtral": (4096, 14336, 8, 2, ops.SWIGLU, 0),
@@ -33,12 +38,22 @@ def normal(*size: int) -> torch.Tensor:
     return torch.randn(*size, device="cuda", dtype=torch.bfloat16) * 0.02
 
 
+def weights(H: int, I: int, E: int, act: int, flags: int) -> list[torch.Tensor]:
+    """The experts' weights as experts() takes them."""
+    C = 2 * I if act < ops.SILU else I
+    if flags & ops.LIST:  # memory is taken expert by expert, as a model's is
+        parts = [[normal(I, H) for _ in range(C // I)] + [normal(H, I)] for _ in range(E)]
+        return [t for part in zip(*parts) for t in part]
+    w = [normal(E, H, C), normal(E, I, H)] if flags & ops.TRANSPOSED else [normal(E, C, H), normal(E, H, I)]
+    return w + ([normal(E, C), normal(E, H)] if flags & ops.BIAS else [])
+
+
 @torch.no_grad()
-def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list[torch.Tensor]) -> tuple[float, float]:
+def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list[torch.Tensor], lora: list) -> tuple[float, float]:
     """Microseconds of a call, and bytes of the weights it reads, on the average."""
     x, p = [normal(T, H) for _ in range(CALLS)], [torch.rand(T, k, device="cuda") for _ in range(CALLS)]
     ids = [torch.rand(T, E, device="cuda").topk(k).indices for _ in range(CALLS)]
-    run = lambda: [experts(x[i], ids[i], p[i], w, act, flags, 1.702, 7.0) for i in range(CALLS)]  # noqa: E731
+    run = lambda: [experts(x[i], ids[i], p[i], w, act, flags, 1.702, 7.0, lora) for i in range(CALLS)]  # noqa: E731
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -56,7 +71,8 @@ def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list[
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / (2 * CALLS))
-    return statistics.median(times), sum(len(i.unique()) for i in ids) / CALLS * 6 * H * I
+    expert = (6 if act < ops.SILU else 4) * H * I + sum(2 * t[0].numel() for pair in lora for t in pair)
+    return statistics.median(times), sum(len(i.unique()) for i in ids) / CALLS * expert
 
 
 def main() -> None:
@@ -71,12 +87,12 @@ def main() -> None:
         parser.error("there is no CUDA device")
     print("| T |", " | ".join(map(str, tokens)), "|\n|---|" + "---|" * len(tokens))
     for name in o.models.split(","):
-        H, I, E, k, act, flags = MODELS[name]
-        w = [normal(E, H, 2 * I), normal(E, I, H)] if flags & ops.TRANSPOSED else [normal(E, 2 * I, H), normal(E, H, I)]
-        w += [normal(E, 2 * I), normal(E, H)] if flags & ops.BIAS else []
-        cells = [clock(T, H, I, E, k, act, flags, w) for T in tokens]
+        H, I, E, k, act, flags, rank = (*MODELS[name], 0)[:7]
+        w, C = weights(H, I, E, act, flags), 2 * I if act < ops.SILU else I
+        lora = [(normal(E, rank, H), normal(E, C, rank)), (normal(E, rank, I), normal(E, H, rank))] if rank else []
+        cells = [clock(T, H, I, E, k, act, flags, w, lora) for T in tokens]
         print(f"| {name} |", " | ".join(f"{us:.1f} ({us * 1e-6 * o.bandwidth / size:.2f})" for us, size in cells), "|", flush=True)
-        del w
+        del w, lora
         torch.cuda.empty_cache()
 
 

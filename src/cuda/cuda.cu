@@ -162,9 +162,10 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                          "weights that are not 16-byte aligned, or in lists of unequal strides: sm80\n"
                          "activation: in the products (dh by a warpgroup of its own); of weights [in,out] separate kernels where they are not gated, or interleaved and between 64 and %d rows an expert\n",
                          plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS, FMOE_CUDA_TOKENS_BELOW);
-        int64_t most = 0;
-        while (fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
-        if (most) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n", (long long)most, (long long)fmoe_cuda_most_decode_cols(&plan->shape));
+        const bool low = p->d.rank1 || p->d.rank2, ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
+        int64_t most = 0, cols = low ? 0 : fmoe_cuda_most_decode_cols(&plan->shape);
+        while (ranks && fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
+        if (most) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n", (long long)most, (long long)cols);
     } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
         used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n", p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
                          *plan->why ? ", because: " : "", plan->why);

@@ -5,7 +5,10 @@
 // for up. There is no row map: every block finds the experts that are hit, and their slots, from the ids. As many blocks as fit at once
 // walk all rows, so that they end together. A warp reads whole rows of weights, 512 contiguous bytes at a time, and multiplies them with
 // the expert's tokens. (Fragments for mma.sync, 64 bytes of 16 rows at a time, were half as fast.)
+//
+// An adapter is a launch more before the product it belongs to, x A^T, and further steps of that product's sums, with B.
 #include "decode.cuh"
+#include "mma_sm80.cuh"
 #include "ops.cuh"
 
 DEV float warp_sum(float v)
@@ -15,29 +18,93 @@ DEV float warp_sum(float v)
     return v;
 }
 
+// What a kernel is made for; each form has what those before it have, and takes more registers: ANY and LISTS 2 to 4 % of the time.
+enum Form {
+    WHOLE,   // stacks of gated experts, rows of whole 256 elements, no biases
+    ANY,     // biases, gates beside ups, not gated; the last chunk of a row may not be a whole one
+    LISTS,   // every expert's matrices where they are
+    ADAPTERS // of stacks too, taken as lists. With 8 chunks of a token at once up had no registers left, and all took up to 18 % longer: it has 4
+};
+
+// The first two rows of every expert, in units from the lowest matrix. Launch parameters, with all others 4 KB at most.
+struct Lists {
+    static constexpr int MOST = 448, UNIT = 8; // experts; elements, 16 bytes
+    uint32_t at[2][MOST];
+};
+struct NoLists {};
+static_assert(sizeof(DecodeArgs) + sizeof(Lists) <= 4096, "launch parameters");
+template <int FORM> using ListsOf = std::conditional_t<FORM >= LISTS, Lists, NoLists>;
+
 // The rows of weights a warp multiplies: ROWS at a time, `apart` elements from one another, the first ones `r` times i % width into the
-// (i / width)-th expert, for i = begin, begin + step and so on.
+// (i / width)-th expert, for i = begin, begin + step and so on. Lists: p is the lowest, g and apart are not used.
 template <class T> struct Weights {
     const T *p;
     int64_t g, r, apart;
     int n, width, begin, step; // n: elements of a row
 };
 
-// Calls done(slot, i % width, acc), acc[r] = <row r, token of the slot>, for the slots of the warp's experts, NT at a time. DEPTH chunks
-// of every row are asked for at once, and with them those of a token (TOGETHER: of all NT): loads come back in their order, so even what
-// is in the cache comes after weights that other warps want. `ready` is called between the first weights and the first token. ANY:
-// the last chunk of 256 elements may not be a whole one. (It costs registers, and so do biases: 2 to 3 % of the time.)
-template <int ROWS, int DEPTH, int NT, bool TOGETHER, bool ANY, class T, class Token, class Ready, class Done>
-DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready ready, Done done)
+// An adapter's part of a group's sums: a lane has 8 steps. B is asked for ahead of the weights and x A^T ahead of the token; both wait in
+// shared memory. (In registers: 1 us more for one token.) Row r of a group is row first + group * between + r * beside of B.
+template <class T, int ROWS, int NT> struct Adapter {
+    const DecodeLow &low;
+    int64_t first, between, beside;
+    char *shared;
+    static __host__ DEV int bytes_of(int rank) { return DECODE_WARPS * (ROWS + NT) * rank * (int)sizeof(T); }
+    DEV T *mine(int i) const { return (T *)shared + (threadIdx.x / 32 * (ROWS + NT) + i) * low.rank + step(); } // of ROWS rows of B and NT of x A^T
+    DEV int step() const { return threadIdx.x % 32 * 8; }
+    DEV void ask_factor(int e, int group) const
+    {
+        if (step() >= low.rank) return;
+        const T *const b = (const T *)low.b + e * low.b_g + (first + group * between) * low.b_r + step();
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) cp_async16(mine(r), b + r * beside * low.b_r);
+    }
+    DEV void ask_token(int t, int slot) const
+    {
+        if (step() < low.rank) cp_async16(mine(ROWS + t), (const T *)low.rows + slot * low.rank + step());
+    }
+    DEV void add(int t, float (&acc)[ROWS]) const
+    {
+        if (step() >= low.rank) return;
+        cp_async_commit();
+        cp_async_wait<0>();
+        float x[8], b[8];
+        unpack8<T>(*(const uint4 *)mine(ROWS + t), x);
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            unpack8<T>(*(const uint4 *)mine(r), b);
+#pragma unroll
+            for (int i = 0; i < 8; i++) acc[r] = fmaf(b[i], x[i], acc[r]);
+        }
+    }
+};
+struct NoAdapter {
+    DEV void ask_factor(int, int) const {}
+    DEV void ask_token(int, int) const {}
+    template <int ROWS> DEV void add(int, float (&)[ROWS]) const {}
+};
+template <class T, int ROWS, int NT, int FORM> DEV auto adapter(const DecodeLow &low, char *shared, int64_t first, int64_t between, int64_t beside)
+{
+    if constexpr (FORM == ADAPTERS) return Adapter<T, ROWS, NT>{low, first, between, beside, shared};
+    else return NoAdapter();
+}
+
+// Calls done(slot, i % width, acc) in all lanes, acc[r] = <row r, token of the slot>, for the slots of the warp's experts, NT at a time.
+// DEPTH chunks of every row are asked for at once, and with them those of a token (TOGETHER: of all NT): loads come back in their order,
+// so even what is in the cache comes after weights that other warps want. `ready` is called between the first weights and the first token.
+template <int ROWS, int DEPTH, int NT, bool TOGETHER, int FORM, class T, class Low, class Token, class Ready, class Done>
+DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &low, const Hits &h, Token token_of, Ready ready, Done done)
 {
     const int lane = threadIdx.x % 32;
-    const auto in = [&](int c) { return c * 256 + (ANY ? lane * 8 : 0) < w.n; };
+    const auto in = [&](int c) { return c * 256 + (FORM >= ANY ? lane * 8 : 0) < w.n; };
     bool waited = false;
     for (int hit = 0, group = w.begin;; group += w.step) {
         while (group >= w.width) group -= w.width, hit++;
         if (hit >= h.count) break;
         int next = h.first[hit];
-        const T *const row = w.p + h.id[next] * w.g + group * w.r + lane * 8;
+        int64_t at = h.id[next] * w.g, apart = w.apart;
+        if constexpr (FORM >= LISTS) at = (int64_t)lists.at[0][h.id[next]] * Lists::UNIT, apart = (int64_t)lists.at[1][h.id[next]] * Lists::UNIT - at;
+        const T *const row = w.p + at + group * w.r + lane * 8;
         while (next >= 0) {
             int slot[NT];
             const T *token[NT];
@@ -49,6 +116,7 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
                 next = h.next[next];
             }
             float acc[NT][ROWS] = {};
+            low.ask_factor(h.id[slot[0]], group);
 #pragma unroll 1
             for (int c0 = 0; c0 * 256 < w.n; c0 += DEPTH) {
                 uint4 v[DEPTH][ROWS], all[NT][DEPTH];
@@ -56,9 +124,12 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
                 for (int c = 0; c < DEPTH; c++)
 #pragma unroll
                     for (int r = 0; r < ROWS; r++)
-                        if (in(c0 + c)) v[c][r] = load_weight(row + r * w.apart + (c0 + c) * 256);
+                        if (in(c0 + c)) v[c][r] = load_weight(row + r * apart + (c0 + c) * 256);
                 if (!waited) ready();
                 waited = true;
+#pragma unroll
+                for (int t = 0; t < NT; t++)
+                    if (c0 == 0 && slot[t] >= 0) low.ask_token(t, slot[t]);
                 const auto load = [&](int t, int c) { return *(const uint4 *)(token[t] + (c0 + c) * 256); };
 #pragma unroll
                 for (int t = 0; t < NT; t++)
@@ -92,44 +163,76 @@ DEV void multiply(const Weights<T> &w, const Hits &h, Token token_of, Ready read
 #pragma unroll
             for (int t = 0; t < NT; t++) {
                 if (slot[t] < 0) break;
+                low.add(t, acc[t]);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) acc[t][r] = warp_sum(acc[t][r]);
-                if (lane == 0) done(slot[t], group, acc[t]);
+                done(slot[t], group, acc[t]);
             }
         }
     }
     if (!waited) ready();
 }
 
-// up: a warp has one column of one expert at a time, its gate and its up row.
-template <class T, int NT, int DEPTH, int PER_SM, bool ANY> __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_up(const __grid_constant__ DecodeArgs a)
+// x A1^T, or `second` a A2^T: a warp has one row of A at a time. Few registers, so that the next launch fits beside it.
+template <class T> __global__ void __launch_bounds__(DECODE_THREADS, 4) decode_low(const __grid_constant__ DecodeArgs a, int second)
 {
     extern __shared__ __align__(16) char shared[];
-    depend_wait(); // ids and x come from the launch before
+    const DecodeLow &low = a.low[second];
+    if (!second) depend_wait(); // ids and x come from the launch before; of the second one, up or its adapter waited for it
     depend_launch();
     const Hits h = find_experts(a, shared);
     const int warp = blockIdx.x * DECODE_WARPS + threadIdx.x / 32, warps = gridDim.x * DECODE_WARPS;
-    const Weights<T> w = {(const T *)a.w1, a.w1_g, ANY ? a.gate * a.w1_r : a.w1_r, (ANY ? a.up : a.I) * a.w1_r, (int)a.H, (int)a.I, warp, warps};
-    multiply<2, DEPTH, NT, false, ANY>(w, h, [&](int slot) { return (const T *)a.x + slot / a.k * a.x_r; }, [] {}, [&](int slot, int column, const float (&v)[2]) {
-        const float r = ANY ? decode_act(a, h.id[slot], column, v[0], v[1]) : gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value;
+    const Weights<T> w = {(const T *)low.a, low.a_g, low.a_r, 0, (int)(second ? a.I : a.H), low.rank, warp, warps};
+    const auto token = [&](int slot) { return second ? (const T *)a.a + slot * a.I : (const T *)a.x + slot / a.k * a.x_r; };
+    multiply<1, 4, 2, false, ANY>(w, NoLists(), NoAdapter(), h, token, [] { depend_wait(); }, [&](int slot, int row, const float (&v)[1]) {
+        if (threadIdx.x % 32 == 0) ((T *)low.rows)[slot * low.rank + row] = from_float<T>(v[0]);
+    });
+}
+
+// up: a warp has one column of one expert at a time, its gate and its up row; not gated, two columns.
+template <class T, int NT, int DEPTH, int PER_SM, int FORM>
+__global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_up(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
+{
+    extern __shared__ __align__(16) char shared[];
+    if (FORM < ADAPTERS || !a.low[0].rank) depend_wait(); // ids and x come from the launch before; the adapter's waited for it
+    depend_launch();
+    const Hits h = find_experts(a, shared + (FORM == ADAPTERS ? Adapter<T, 2, NT>::bytes_of(a.low[0].rank) : 0));
+    const int warp = blockIdx.x * DECODE_WARPS + threadIdx.x / 32, warps = gridDim.x * DECODE_WARPS;
+    const int both = FORM >= ANY && !a.gated;
+    const Weights<T> w = {(const T *)a.w1, a.w1_g, FORM >= ANY ? a.gate * a.w1_r : a.w1_r, (FORM >= ANY ? a.up : a.I) * a.w1_r, (int)a.H, (int)a.I >> both, warp, warps};
+    const auto token = [&](int slot) { return (const T *)a.x + slot / a.k * a.x_r; };
+    const auto now_low = [] {
+        if (FORM == ADAPTERS) depend_wait();
+    };
+    const auto low = adapter<T, 2, NT, FORM>(a.low[0], shared, 0, a.gate, a.up);
+    multiply<2, DEPTH, NT, false, FORM>(w, lists, low, h, token, now_low, [&](int slot, int group, const float (&v)[2]) {
+        const int lane = threadIdx.x % 32;
+        if (lane > both) return;
+        const int column = both ? 2 * group + lane : group;
+        const float gate = both && lane ? v[1] : v[0];
+        const float r = FORM >= ANY ? decode_act(a, h.id[slot], column, gate, v[1]) : gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value;
         ((T *)a.a)[slot * a.I + column] = from_float<T>(r);
     });
 }
 
 // down: a block has some columns of all experts, a warp ROWS of them at a time; each token's slots are added up in their order.
-template <class T, int NT, int ROWS, int PER_SM, bool ANY> __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __grid_constant__ DecodeArgs a)
+template <class T, int NT, int ROWS, int PER_SM, int FORM>
+__global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
 {
     extern __shared__ __align__(16) char shared[];
-    depend_launch(); // every launch before the last one is complete: up waited for it
+    depend_launch(); // every launch before up, or before up's adapter, is complete: that one waited for it
     const int groups = (int)a.H / ROWS, first = (int)((int64_t)groups * blockIdx.x / gridDim.x);
     const int width = (int)((int64_t)groups * (blockIdx.x + 1) / gridDim.x) - first;
     const int column = first * ROWS, columns = width * ROWS;
-    float *const prob = (float *)shared, *const part = prob + a.R; // part [R][columns]
+    float *const prob = (float *)(shared + (FORM == ADAPTERS ? Adapter<T, ROWS, NT>::bytes_of(a.low[1].rank) : 0)), *const part = prob + a.R; // part [R][columns]
     for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) prob[i] = load_float(a.p.p, a.p.dtype, i / a.k * a.p.s0 + i % a.k * a.p.s1);
     const Hits h = find_experts(a, (char *)(part + a.R * columns));
     const Weights<T> w = {(const T *)a.w2 + column * a.w2_r, a.w2_g, ROWS * a.w2_r, a.w2_r, (int)a.I, width, (int)threadIdx.x / 32, DECODE_WARPS};
+    const auto token = [&](int slot) { return (const T *)a.a + slot * a.I; };
     const auto now_a = [] { depend_wait(); };
-    multiply<ROWS, 3, NT, true, ANY>(w, h, [&](int slot) { return (const T *)a.a + slot * a.I; }, now_a, [&](int slot, int group, const float (&v)[ROWS]) {
+    const auto low = adapter<T, ROWS, NT, FORM>(a.low[1], shared, column, ROWS, 1);
+    multiply<ROWS, 3, NT, true, FORM>(w, lists, low, h, token, now_a, [&](int slot, int group, const float (&v)[ROWS]) {
+        if (threadIdx.x % 32 != 0) return;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) part[slot * columns + group * ROWS + r] = v[r];
     });
@@ -140,56 +243,113 @@ template <class T, int NT, int ROWS, int PER_SM, bool ANY> __global__ void __lau
         float s = a.add ? to_float(*out) : 0.f;
         for (int j = t * a.k; j < (t + 1) * a.k; j++)
             if (h.id[j] >= 0) {
-                const float bias = ANY && a.b2.p ? load_float(a.b2.p, a.b2.dtype, h.id[j] * a.b2.s0 + (column + c) * a.b2.s1) : 0.f;
+                const float bias = FORM >= ANY && a.b2.p ? load_float(a.b2.p, a.b2.dtype, h.id[j] * a.b2.s0 + (column + c) * a.b2.s1) : 0.f;
                 s = fmaf(prob[j], part[j * columns + c] + bias, s);
             }
         *out = from_float<T>(s);
     }
 }
 
-// PER_SM blocks a multiprocessor.
-template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
+// PER_SM blocks a multiprocessor. lists: of W1 and of W2, where the weights are lists or there are adapters.
+template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(const DecodeArgs &a, const Lists *lists, int sms, cudaStream_t s)
 {
     const int grid = PER_SM * sms, groups = (int)a.H / ROWS, hits = Hits::bytes_of(a.R, a.E);
     const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R), columns = (groups + blocks - 1) / blocks * ROWS;
-    const bool any = a.b1.p || a.gate != 1;
-    launch_overlapped(any || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, true> : decode_up<T, NT, DEPTH, PER_SM, false>, dim3((unsigned)grid), DECODE_THREADS, (size_t)hits, 1, s, a);
-    launch_overlapped(any || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, true> : decode_down<T, NT, ROWS, PER_SM, false>, dim3((unsigned)blocks), DECODE_THREADS,
-                      (size_t)(hits + a.R * 4 * (columns + 1)), 1, s, a);
+    const int low1 = Adapter<T, 2, NT>::bytes_of(a.low[0].rank), low2 = Adapter<T, ROWS, NT>::bytes_of(a.low[1].rank);
+    const auto low = [&](int second) {
+        const int64_t most = fmoe_ceil_div((int64_t)a.R * a.low[second].rank, DECODE_WARPS);
+        if (most) launch_overlapped(decode_low<T>, dim3((unsigned)fmoe_min(sms, most)), DECODE_THREADS, (size_t)hits, 1, s, a, second);
+    };
+    const auto up = [&](auto kernel, const auto &l) { launch_overlapped(kernel, dim3((unsigned)grid), DECODE_THREADS, (size_t)(hits + low1), 1, s, a, l); };
+    const auto down = [&](auto kernel, const auto &l) { launch_overlapped(kernel, dim3((unsigned)blocks), DECODE_THREADS, (size_t)(hits + low2 + a.R * 4 * (columns + 1)), 1, s, a, l); };
+    if (a.low[0].rank || a.low[1].rank) {
+        low(0);
+        up(decode_up<T, NT, 4, PER_SM, ADAPTERS>, lists[0]);
+        low(1);
+        down(decode_down<T, NT, ROWS, PER_SM, ADAPTERS>, lists[1]);
+    } else if (lists) {
+        up(decode_up<T, NT, DEPTH, PER_SM, LISTS>, lists[0]);
+        down(decode_down<T, NT, ROWS, PER_SM, LISTS>, lists[1]);
+    } else {
+        up(a.b1.p || a.gate != 1 || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, ANY> : decode_up<T, NT, DEPTH, PER_SM, WHOLE>, NoLists());
+        down(a.b2.p || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, ANY> : decode_down<T, NT, ROWS, PER_SM, WHOLE>, NoLists());
+    }
 }
 
-template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
+template <class T> static void run(const DecodeArgs &a, const Lists *lists, int sms, cudaStream_t s)
 {
-    if (a.T == 1) run<T, 1, 4, 2, 3>(a, sms, s);
-    else run<T, 2, 8, 4, 2>(a, sms, s);
+    if (a.T == 1) run<T, 1, 4, 2, 3>(a, lists, sms, s);
+    else run<T, 2, 8, 4, 2>(a, lists, sms, s);
 }
 
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, void *a_rows, void *parts)
+// first(e), second(e): the addresses of those rows. *p becomes the lowest.
+template <class F, class S> static bool make_lists(Lists &l, const void **p, int64_t E, F first, S second)
+{
+    uintptr_t low = UINTPTR_MAX, high = 0, bits = 0;
+    for (int64_t e = 0; e < E; e++)
+        for (const uintptr_t v : {first(e), second(e)}) low = v < low ? v : low, high = v > high ? v : high, bits |= v;
+    if (E > Lists::MOST || bits % 16 || (high - low) / 16 > UINT32_MAX) return false;
+    *p = (const void *)low;
+    for (int64_t e = 0; e < E; e++) l.at[0][e] = (uint32_t)((first(e) - low) / 16), l.at[1][e] = (uint32_t)((second(e) - low) / 16);
+    return true;
+}
+
+static bool alike(const fmoe_tensor *list, int64_t E, int64_t r) // rows of unit stride, r apart
+{
+    for (int64_t e = 0; e < E; e++)
+        if (fmoe_stride(&list[e], 0) != r || fmoe_stride(&list[e], 1) != 1) return false;
+    return true;
+}
+
+static bool make_low(DecodeLow &low, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, const void *rows)
+{
+    if (!rank) return true;
+    low = {fmoe_data(a), fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1), fmoe_stride(b, 0), fmoe_stride(b, 1), (void *)rows, (int)rank};
+    const bool lie = fmoe_stride(a, 2) == 1 && fmoe_stride(b, 2) == 1 && (low.a_g | low.a_r | low.b_g | low.b_r) % 8 == 0;
+    return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)low.a | (uintptr_t)low.b) % 16 == 0;
+}
+
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, const DecodeScratch &scratch)
 {
     const Plan *plan = plan_of(p);
-    const int64_t T = args->x->shape[0], HC = p->h_cols;
-    if (!fmoe_cuda_use_decode(&plan->shape, T) || !args->w.w1 || !args->w.w2) return false;
-    const fmoe_tensor *w1 = args->w.w1, *w2 = args->w.w2;
-    const bool rows = fmoe_stride(w1, 2) == 1 && fmoe_stride(w2, 2) == 1, cols = fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1;
+    const fmoe_weights &w = args->w;
+    const int64_t T = args->x->shape[0], HC = p->h_cols, E = p->d.E;
+    if (!fmoe_cuda_use_decode(&plan->shape, T)) return false;
+    const bool list = !w.w1, low = p->d.rank1 || p->d.rank2, apart = !list && (p->d.flags & FMOE_INTERLEAVED);
+    const fmoe_tensor *const w1 = w.w1 ? w.w1 : p->gated ? w.gate : w.up, *const w2 = w.w1 ? w.w2 : w.down;
+    const int row = list ? 0 : 1; // the dimension
+    const bool rows = fmoe_stride(w1, row + 1) == 1 && fmoe_stride(w2, row + 1) == 1;
+    const bool cols = !list && !low && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 && fmoe_cuda_use_decode_cols(&plan->shape, T);
     if (!rows && !cols) return false;
     DecodeArgs a = {};
     a.ids = view(args->ids);
     a.p = view(args->weights);
     a.T = T, a.H = p->d.H, a.I = p->d.I;
-    a.R = (int)(T * p->d.k), a.k = (int)p->d.k, a.E = (int)p->d.E;
+    a.R = (int)(T * p->d.k), a.k = (int)p->d.k, a.E = (int)E;
     a.flags = p->d.flags;
-    a.gate = a.flags & FMOE_INTERLEAVED ? 2 : 1;
-    a.up = a.flags & FMOE_INTERLEAVED ? 1 : a.I;
-    if (a.flags & FMOE_BIAS) a.b1 = view(args->w.b1), a.b2 = view(args->w.b2);
+    a.gated = p->gated;
+    a.gate = apart || !p->gated ? 2 : 1;
+    a.up = a.gate == 2 ? 1 : a.I;
+    if (a.flags & FMOE_BIAS) a.b1 = view(w.b1), a.b2 = view(w.b2);
     a.x = fmoe_data(args->x);
     a.x_r = fmoe_stride(args->x, 0);
     a.w1 = fmoe_data(w1);
     a.w2 = fmoe_data(w2);
-    a.w1_g = fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, rows ? 1 : 2);
-    a.w2_g = fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? 1 : 2);
+    a.w1_g = list ? 0 : fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, rows ? row : 2);
+    a.w2_g = list ? 0 : fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? row : 2);
     const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
     if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
-    a.a = a_rows;
+    if (!make_low(a.low[0], p->d.rank1, w.lora_a1, w.lora_b1, scratch.low[0]) || !make_low(a.low[1], p->d.rank2, w.lora_a2, w.lora_b2, scratch.low[1])) return false;
+    Lists lists[2];
+    if (list || low) {
+        const fmoe_tensor *const beside = list && p->gated ? w.up : nullptr; // else W1's second row is further on in the same matrix
+        if (list && !(alike(w1, E, a.w1_r) && alike(w2, E, a.w2_r) && (!beside || alike(beside, E, a.w1_r)))) return false;
+        const auto at = [&](const fmoe_tensor *t, int64_t e) { return list ? (uintptr_t)fmoe_data(t + e) : (uintptr_t)fmoe_data(t) + (uintptr_t)(e * fmoe_stride(t, 0) * 2); };
+        const auto up = [&](int64_t e) { return beside ? at(beside, e) : at(w1, e) + (uintptr_t)(a.up * a.w1_r * 2); };
+        if (!make_lists(lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up)) return false;
+        if (!make_lists(lists[1], &a.w2, E, [&](int64_t e) { return at(w2, e); }, [&](int64_t e) { return at(w2, e) + (uintptr_t)(a.w2_r * 2); })) return false;
+    }
+    a.a = scratch.a;
     a.out = fmoe_data(args->out);
     a.out_r = fmoe_stride(args->out, 0);
     a.act = p->d.act;
@@ -198,14 +358,11 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.add = (run_args->flags & FMOE_ADD_OUT) != 0;
     a.error = plan->error_dev;
     const cudaStream_t s = stream_of(run_args);
-    if (rows) {
-        if (p->d.dtype == FMOE_BF16) run<bf16>(a, plan->sms, s);
-        else run<f16>(a, plan->sms, s);
-        return true;
-    }
-    if (!fmoe_cuda_use_decode_cols(&plan->shape, T)) return false;
-    a.part[0] = (float *)parts;
-    a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;
-    decode_cols_run(a, p->d.dtype, plan->sms, s);
+    if (!rows) {
+        a.part[0] = (float *)scratch.parts;
+        a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;
+        decode_cols_run(a, p->d.dtype, plan->sms, s);
+    } else if (p->d.dtype == FMOE_BF16) run<bf16>(a, list || low ? lists : nullptr, plan->sms, s);
+    else run<f16>(a, list || low ? lists : nullptr, plan->sms, s);
     return true;
 }

@@ -6,12 +6,24 @@
 
 #include <type_traits>
 
-// Runs the forward of few tokens where that path applies; false: it does not, and nothing was done. Scratch: a_rows [R, I] in the
-// plan's dtype, and parts [DECODE_PARTS][R, 2I + H] in f32.
+// Runs the forward of few tokens where that path applies; false: it does not, and nothing was done.
 static constexpr int DECODE_PARTS = 8;
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, void *a_rows, void *parts);
+struct DecodeScratch {
+    void *a;            // [R, I] in the plan's dtype
+    void *parts;        // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
+    const void *low[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
+};
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch);
 
 static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
+
+// An adapter adds (x A^T) B^T; A is [E, rank, in], B [E, out, rank], the rows of both of unit stride.
+struct DecodeLow {
+    const void *a, *b;
+    int64_t a_g, a_r, b_g, b_r;
+    void *rows; // x A^T, [R, rank]
+    int rank;   // 0: there is none
+};
 
 struct DecodeArgs {
     View ids, p;
@@ -22,6 +34,8 @@ struct DecodeArgs {
     const void *w1, *w2; // rows [out,in] or [in,out], of unit stride
     int64_t w1_r, w1_g, w2_r, w2_g;
     int64_t gate, up; // of feature i w1 has the gate in row or column i * gate, and the value beside it `up` further
+    int gated;        // if not, features 2i and 2i + 1 are there
+    DecodeLow low[2]; // of W1, of W2
     View b1, b2;      // biases, or NULL
     void *a;          // [R, I]
     float *part[2];   // [DECODE_PARTS][R, 2I] and [.., H]: parts of sums over k, in their order
@@ -105,11 +119,12 @@ template <class T> DEV void unpack8(const uint4 &v, float (&f)[8])
 DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float up)
 {
     if (a.b1.p) {
-        const int64_t at = e * a.b1.s0 + column * a.gate * a.b1.s1;
+        const int64_t at = e * a.b1.s0 + column * (a.gated ? a.gate : 1) * a.b1.s1;
         gate += load_float(a.b1.p, a.b1.dtype, at);
-        up += load_float(a.b1.p, a.b1.dtype, at + a.up * a.b1.s1);
+        if (a.gated) up += load_float(a.b1.p, a.b1.dtype, at + a.up * a.b1.s1);
     }
-    return gate_factor(a.act, gate, a.alpha, a.limit).value * up_factor(a.act, up, a.limit).value;
+    const float value = gate_factor(a.act, gate, a.alpha, a.limit).value;
+    return a.gated ? value * up_factor(a.act, up, a.limit).value : value;
 }
 
 // Weights [in,out]: up, down and the sums in three launches (decode_cols.cu).

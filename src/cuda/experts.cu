@@ -341,7 +341,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
-    if (!a->saved && !p->d.rank1 && !p->d.rank2 && decode_run(p, a, run, f.a, f.h)) return fmoe_cuda_launched("experts forward (decode)");
+    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}})) return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = nullptr;
     if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_low(&s, l, p->d.rank1);

@@ -55,8 +55,10 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
     const int64_t R = T * s->k;
     /* With more than about one row an expert the tensor cores win: 308 us against 395 at T = 32 of Qwen3-30B-A3B. */
     const int few = T >= 1 && T <= 64 && R <= 1024 && (R <= s->E || R <= 8);
-    return few && half && s->gated && s->H % 8 == 0 && s->I % 8 == 0 && s->E <= 4096 && s->cc >= 80;
+    return few && half && s->H % 8 == 0 && s->I % 8 == 0 && s->E <= 4096 && s->cc >= 80;
 }
+
+int fmoe_cuda_decode_rank(int64_t rank) { return rank % 8 == 0 && rank <= 128; }
 
 int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T)
 {
@@ -64,7 +66,7 @@ int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T)
      * 241, T = 8 322 against 304; Llama 4 Scout T = 4 (1000 MB) 240 against 247, T = 8 459 against 438. */
     const double weights = 6.0 * (double)T * (double)s->k * (double)s->H * (double)s->I;
     const int64_t longest = s->H > s->I ? s->H : s->I; /* a token, or four, in shared memory */
-    return fmoe_cuda_use_decode(s, T) && weights <= 9e8 && longest <= (T == 1 ? 32768 : 8192);
+    return fmoe_cuda_use_decode(s, T) && s->gated && weights <= 9e8 && longest <= (T == 1 ? 32768 : 8192);
 }
 
 int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s)

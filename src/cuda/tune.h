@@ -49,7 +49,10 @@ int fmoe_cuda_use_pairs(int64_t R, int64_t E);
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
-/* And with weights [in,out]: the products of larger batches begin some 60 us later, but read those faster. */
+/* Whether they take adapters of a rank, beside weights [out,in]: whole 16 bytes, 8 steps a lane. */
+int fmoe_cuda_decode_rank(int64_t rank);
+
+/* And with weights [in,out], gated experts: the products of larger batches begin some 60 us later, but read those faster. */
 int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T);
 int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s); /* the largest such T, or 0 */
 

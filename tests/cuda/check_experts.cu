@@ -11,6 +11,7 @@ struct Case {
     int scatter; // lists: 0 equal distances, 1 anywhere, 2 strides of their own
     int64_t rank1, rank2; // of adapters
     int turned, wanted;   // bits of the factors a1, b1, a2, b2: stored by columns; whose gradient is asked for
+    size_t launches;      // inference is to take so many, 0: any number
 };
 
 static Case draw()
@@ -161,6 +162,22 @@ static void draw_ids(const Case &c, Tensor &ids)
     }
 }
 
+// Ends the capture of a stream and runs it once; returns the number of launches.
+static size_t replay(cudaStream_t stream)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    size_t nodes = 0;
+    CK(cudaStreamEndCapture(stream, &graph));
+    CK(cudaGraphGetNodes(graph, nullptr, &nodes));
+    CK(cudaGraphInstantiate(&exec, graph, 0));
+    CK(cudaGraphLaunch(exec, stream));
+    CK(cudaStreamSynchronize(stream));
+    CK(cudaGraphExecDestroy(exec));
+    CK(cudaGraphDestroy(graph));
+    return nodes;
+}
+
 static void run_case(const Case &c)
 {
     arena.reset();
@@ -284,20 +301,29 @@ static void run_case(const Case &c)
     for (int i : dlow.there)
         if (c.wanted >> i & 1) compare(names[i], dlow.t[i], 1.5 * l2b, 1.5 * peakb);
 
-    // Inference: nothing is saved, perhaps other kernels.
+    // Inference: nothing is saved, perhaps other kernels; the second time from a CUDA graph.
+    cudaStream_t stream;
+    CK(cudaStreamCreate(&stream));
     for (int round = 0; round < 2; round++) {
         if (add_out) {
             std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
             out.upload();
             std::swap(out.ref, const_cast<std::vector<double> &>(out_before));
         } else out.poison();
-        fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags);
+        fmoe_run f = p.dev_run(FMOE_FORWARD, c.T, c.run_flags, stream);
         a = args(1, false);
         a.saved = nullptr, a.saved_bytes = 0;
+        CK(cudaDeviceSynchronize());
+        if (round) CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
         verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "inference");
+        if (round) {
+            const size_t n = replay(stream);
+            verdict(!c.launches || n == c.launches, "inference in %zu launches, not %zu", n, c.launches);
+        }
         CK(cudaDeviceSynchronize());
         if (round == 0) inference = out.raw();
     }
+    CK(cudaStreamDestroy(stream));
     verdict(inference == out.raw(), "inference differs between two runs");
     compare("inference", out, l2, peak);
     verdict(arena.guards_ok(), "guards");
@@ -335,9 +361,42 @@ void check_experts(int cases)
             q.id_type = round % 3 == 1 ? -32 : -64;
             q.skew = round % 3 == 2 ? 60 : 0;
             q.w1_t = q.w2_t = round >= 3 && round != 7;
+            q.launches = q.w1_t ? 3 : 2;
             if (round >= 6) q.flags |= FMOE_INTERLEAVED | FMOE_BIAS, q.act = FMOE_ACT_SWIGLU_OAI;
             run_case(q);
         }
+    // Decode again: not gated, lists (at equal distances, anywhere, strides of their own), adapters, and all of these.
+    static const int64_t ranks[][2] = {{16, 16}, {0, 8}, {128, 24}, {64, 0}, {8, 32}, {12, 16}, {16, 136}}; // the last two do not decode
+    int which = 0;
+    for (const auto &f : few)
+        for (int round = 0; round < (f.E * f.H * f.I < 700000 ? 12 : 4); round++, which++) {
+            const int kind = round % 4, some = which % 3;
+            Case q = c;
+            q.T = f.T, q.k = f.k, q.E = f.E, q.H = f.H, q.I = f.I;
+            q.dtype = q.gtype = some == 1 ? FMOE_F16 : FMOE_BF16;
+            q.flags = some == 1 ? FMOE_SKIP_NEG1 | FMOE_SKIP_E : 0;
+            q.run_flags = some == 2 ? FMOE_ADD_OUT : 0;
+            q.id_type = some == 1 ? -32 : -64;
+            q.skew = some == 2 ? 60 : 0;
+            if (kind == 0 || (kind == 3 && coin())) q.act = 16 + which % 5;
+            q.list = kind == 1 || kind == 3;
+            q.scatter = round / 4;
+            if (!q.list && which % 2) q.flags |= FMOE_BIAS | FMOE_INTERLEAVED;
+            if (kind >= 2) q.rank1 = ranks[which % 7][0], q.rank2 = ranks[which % 7][1], q.wanted = 15;
+            q.turned = which % 11 == 10 ? 15 : 0;
+            q.dp = false; // of one token the few dot products may all cancel
+            const bool adapted = q.rank1 || q.rank2, fits = q.rank1 % 8 == 0 && q.rank2 <= 128 && !(adapted && q.turned);
+            if (fits && !(q.list && q.scatter == 2)) q.launches = 2 + (q.rank1 ? 1 : 0) + (q.rank2 ? 1 : 0);
+            run_case(q);
+        }
+    for (int64_t E : {448, 449}) { // as many matrices as launch parameters hold, and more
+        Case q = c;
+        q.T = 3, q.k = 4, q.E = E, q.H = 64, q.I = 16, q.run_flags = 0, q.list = true, q.scatter = 1;
+        q.launches = E == 448 ? 2 : 0;
+        run_case(q);
+        q.list = false, q.rank1 = q.rank2 = 8, q.wanted = 15, q.launches *= 2;
+        run_case(q);
+    }
     c.flags = 0;
     // Lists anywhere in memory, every activation, biases: the fused products.
     c.T = 200, c.H = 192, c.I = 136, c.E = 5;

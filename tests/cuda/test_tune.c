@@ -59,6 +59,10 @@ int main(void)
     s.I = 8200;
     CHECK(fmoe_cuda_use_decode_cols(&s, 1) && !fmoe_cuda_use_decode_cols(&s, 2));
     s.I = 768;
+    s.gated = 0; /* weights [out,in] only */
+    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode_cols(&s, 1) && fmoe_cuda_most_decode_cols(&s) == 0);
+    s.gated = 1;
+    CHECK(fmoe_cuda_decode_rank(0) && fmoe_cuda_decode_rank(8) && fmoe_cuda_decode_rank(128) && !fmoe_cuda_decode_rank(136) && !fmoe_cuda_decode_rank(12));
     s.E = 8, s.k = 2;
     CHECK(fmoe_cuda_use_decode(&s, 4) && !fmoe_cuda_use_decode(&s, 5));
     for (int groups = 1; groups < 2000; groups += 61) /* none of the blocks is left without columns, and their results fit */

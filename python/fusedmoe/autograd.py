@@ -46,8 +46,8 @@ def _with_factors(w: Sequence[Tensor], scales: Sequence[float], x: Tensor, flags
     """w, its last tensors (the factors of adapters, a scale for each) as the C library reads them: on CUDA they lie as the weights do.
     Copies, for one call only: autograd keeps what was given, which is the parameters themselves."""
     n, turned = len(w) - len(scales), 1 if x.is_cuda and flags & ops.TRANSPOSED else 2
-    factors = [t.to(x.dtype) if s == 1 else t.to(x.dtype, copy=True, memory_format=torch.contiguous_format).mul_(s)
-               for t, s in zip((t.transpose(turned, 2) for t in w[n:]), scales, strict=True)]  # fmt: skip
+    scaled = zip((t.transpose(turned, 2).to(x.dtype) for t in w[n:]), scales, strict=True)
+    factors = [t if s == 1 else t * s for t, s in scaled]
     lie = [t if t.stride(2) == 1 or (x.is_cpu and t.stride(1) == 1) else t.contiguous() for t in factors]
     return [*w[:n], *(t.transpose(turned, 2) for t in lie)]
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
-# no instruction of a level runs on a CPU without it. Files *_tmpl.c (rows, epilogues, scores of a router) are compiled once per level.
+# no instruction of a level runs on a CPU without it. Files *_tmpl.c (rows, epilogues, a router's softmax) are compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
             src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
@@ -37,7 +37,7 @@ function(fmoe_has level instruction header)
   endif()
 endfunction()
 
-set(rows src/cpu/rows_tmpl.c src/cpu/blocks_tmpl.c src/cpu/scores_tmpl.c)
+set(rows src/cpu/rows_tmpl.c src/cpu/blocks_tmpl.c src/cpu/softmax_tmpl.c)
 fmoe_isa(c SOURCES ${rows} src/cpu/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)

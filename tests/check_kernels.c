@@ -20,7 +20,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"add_rows", check_add_rows, bench_sum, 20},
     {"axpy", check_axpy, bench_sum, 20},
     {"dot", check_dot, bench_sum, 20},
-    {"scores", check_scores, bench_scores, 30},
+    {"softmax", check_softmax, bench_softmax, 30},
     {"peak", check_peak, NULL, 1},
     {NULL, NULL, NULL, 0},
 };

@@ -60,19 +60,22 @@ static void draw_rule(fmoe_desc *d)
     d->k = fmoe_min(d->k, d->E / r->groups * r->topk_groups);
 }
 
-/* Most rows plain; some with ties, some with NaN and infinities. */
+/* Most rows plain; some with ties, with numbers whose scores are neighbours in double, or lie far apart; some with NaN
+ * and infinities. */
 static void draw_logits(fmoe_tensor *logits, bool bad)
 {
     const int64_t T = logits->shape[0], E = logits->shape[1];
     check_fill(logits, 4);
     for (int64_t t = 0; t < T; t++) {
-        const int64_t kind = check_below(bad ? 8 : 3);
-        const double special[] = {0, 0, 1, NAN, INFINITY, -INFINITY, NAN, INFINITY};
+        const int64_t kind = check_below(bad ? 10 : 5);
+        const double special[] = {0, 0, 1, 0, 0, NAN, INFINITY, -INFINITY, NAN, INFINITY};
         for (int64_t e = 0; e < E; e++) {
             if (kind == 1) check_set(logits, t * E + e, (double)check_below(3)); /* ties */
             if (kind == 2 && check_below(2)) check_set(logits, t * E + e, 1);
-            if (kind >= 3 && kind < 6 && check_below(3) == 0) check_set(logits, t * E + e, special[kind]);
-            if (kind >= 6) check_set(logits, t * E + e, check_below(2) ? special[kind] : -INFINITY);
+            if (kind == 3) check_set(logits, t * E + e, e == 0 ? 1 : 1e-16 * (double)check_below(40));
+            if (kind == 4) check_set(logits, t * E + e, 1600 * (check_uniform() - 0.5));
+            if (kind >= 5 && kind < 8 && check_below(3) == 0) check_set(logits, t * E + e, special[kind]);
+            if (kind >= 8) check_set(logits, t * E + e, check_below(2) ? special[kind] : -INFINITY);
         }
     }
 }

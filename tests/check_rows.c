@@ -449,7 +449,7 @@ void bench_sum(const check_kernel *k, const fmoe_kernels *table, int64_t *items,
     *flops = 2;
 }
 
-/* ---- scores of a router ---- */
+/* ---- a router's softmax ---- */
 
 static double awkward_logit(void)
 {
@@ -462,13 +462,13 @@ static double awkward_logit(void)
     }
 }
 
-/* Within 16 ulp (2 of e^x, the sum's, one of the division), and for a softmax one for each unit of x - max, which is
- * rounded before it is an exponent. Where e^x is denormal, by steps of those. */
-void check_scores(const check_kernel *k, int64_t index)
+/* Within 16 ulp (2 of e^x, the sum's, one of the division) and one for each unit of x - max, which is rounded before it
+ * is an exponent. Where e^x is denormal, by steps of those. */
+void check_softmax(const check_kernel *k, int64_t index)
 {
     static const double wrong[] = {(double)NAN, (double)INFINITY, -(double)INFINITY};
-    CHECK_KERNEL_FN(scores, fmoe_scores_fn, k, &check_table);
-    const bool softmax = strcmp(k->field, "softmax") == 0, bad = index % 8 == 7;
+    CHECK_KERNEL_FN(softmax, fmoe_softmax_fn, k, &check_table);
+    const bool bad = index % 8 == 7;
     const int64_t n = length(index);
     double *x = check_guarded((size_t)n * sizeof *x, sizeof *x);
     double *want = check_alloc((size_t)n * sizeof *want), *ulps = check_alloc((size_t)n * sizeof *ulps);
@@ -484,24 +484,22 @@ void check_scores(const check_kernel *k, int64_t index)
     nan |= top == -(long double)INFINITY;
     for (int64_t i = 0; i < n; i++) sum += expl((long double)x[i] - top);
     for (int64_t i = 0; i < n; i++) {
-        ulps[i] = 16 + (softmax ? (double)(top - (long double)x[i]) : 0);
-        want[i] = (double)(softmax ? expl((long double)x[i] - top) / sum : 1 / (1 + expl(-(long double)x[i])));
+        ulps[i] = 16 + (double)(top - (long double)x[i]);
+        want[i] = (double)(expl((long double)x[i] - top) / sum);
     }
-    scores(x, n);
+    softmax(x, n);
     for (int64_t i = 0; i < n; i++) {
-        if (softmax ? nan : isnan(want[i])) {
-            if (!isnan(x[i])) check_fail("score %" PRId64 " is %a, not NaN", i, x[i]);
-        } else
-            check_near(k->field, i, x[i], want[i],
-                       want[i] == 0 ? 0x1p-1073 : ulps[i] * (0x1p-53 * want[i] + 0x1p-1074));
+        const double bound = want[i] == 0 ? 0x1p-1073 : ulps[i] * (0x1p-53 * want[i] + 0x1p-1074);
+        if (!nan) check_near("softmax", i, x[i], want[i], bound);
+        else if (!isnan(x[i])) check_fail("score %" PRId64 " is %a, not NaN", i, x[i]);
     }
 }
 
-void bench_scores(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+void bench_softmax(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
-    CHECK_KERNEL_FN(scores, fmoe_scores_fn, k, table);
+    CHECK_KERNEL_FN(softmax, fmoe_softmax_fn, k, table);
     static double x[128];
-    for (int i = 0; i < 100; i++) scores(x, 128);
+    for (int i = 0; i < 100; i++) softmax(x, 128);
     *items = 100 * 128;
     *flops = 1;
 }

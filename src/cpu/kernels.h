@@ -120,8 +120,8 @@ typedef void fmoe_add_rows_fn(float *sums, const int64_t *token, int64_t first, 
 
 typedef void fmoe_axpy_fn(float *y, float s, const float *x, int64_t n); /* y += s * x */
 typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* in a fixed order */
-typedef void fmoe_scores_fn(double *x, int64_t n); /* in place; a NaN makes all of a softmax NaN */
-typedef double fmoe_peak_fn(int64_t rounds);       /* multiply-adds in registers; returns the flops done */
+typedef void fmoe_softmax_fn(double *x, int64_t n); /* in place, within a few ulp; a NaN makes all of them NaN */
+typedef double fmoe_peak_fn(int64_t rounds);        /* multiply-adds in registers; returns the flops done */
 
 typedef struct fmoe_kernels {
     const char *isa; /* the highest level in the table */

@@ -39,6 +39,15 @@ void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { carve(p, c);
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
+/* With the exponential of the reference, bit for bit. */
+static void softmax(double *x, int64_t n)
+{
+    double max = -INFINITY, sum = 0;
+    for (int64_t i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
+    for (int64_t i = 0; i < n; i++) sum += x[i] = exp(x[i] - max);
+    for (int64_t i = 0; i < n; i++) x[i] /= sum;
+}
+
 static double logit(const fmoe_tensor *logits, int64_t t, int64_t e)
 {
     return fmoe_get_float(fmoe_data(logits), fmoe_tensor_dtype(logits), t * fmoe_stride(logits, 0) + e);
@@ -69,19 +78,22 @@ static double score_one(int score, double l)
     }
 }
 
-/* Scores of row t; returns whether the row is bad (header: route). */
-static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_t t, double *s)
+/* Scores of row t; returns whether the row is bad (header: route). The kernel's softmax is a few ulp from the
+ * reference's, which must not change who is chosen: it is for rows whose experts are `chosen` already, and
+ * for plain rules (nothing is added to a score): there, numbers of 24 bits that differ (0, or 2^-20 to 300) have scores
+ * that differ by 2^-43 at the least. */
+static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_t t, bool chosen, bool plain, double *s)
 {
     const int score = p->d.route.score;
-    int bad = 0, finite = 0;
+    int bad = 0, finite = 0, apart = 1;
     read_row(logits, t, p->d.E, s);
     for (int64_t e = 0; e < p->d.E; e++) {
         bad |= !(s[e] < (double)INFINITY); /* NaN too */
         finite |= (s[e] > -(double)INFINITY) & (s[e] < (double)INFINITY);
+        apart &= (s[e] == 0) | ((fabs(s[e]) >= 0x1p-20) & (fabs(s[e]) <= 300)) | (s[e] == -(double)INFINITY);
     }
-    if (score == FMOE_SCORE_SOFTMAX) fmoe_cpu(p)->k.softmax(s, p->d.E);
-    if (score == FMOE_SCORE_SIGMOID) fmoe_cpu(p)->k.sigmoid(s, p->d.E);
-    for (int64_t e = 0; score == FMOE_SCORE_SQRT_SOFTPLUS && e < p->d.E; e++) s[e] = score_one(score, s[e]);
+    for (int64_t e = 0; score >= FMOE_SCORE_SIGMOID && e < p->d.E; e++) s[e] = score_one(score, s[e]);
+    if (score == FMOE_SCORE_SOFTMAX) (chosen || (plain && apart) ? fmoe_cpu(p)->k.softmax : softmax)(s, p->d.E);
     return bad || !finite;
 }
 
@@ -158,7 +170,8 @@ static void forward_row(const route_run *run, route_scratch *s, int64_t t)
     const fmoe_plan_impl *p = run->p;
     const fmoe_route_args *a = run->a;
     const int64_t E = p->d.E, k = p->d.k;
-    s->bad_rows += score_row(p, a->logits, t, s->score);
+    const bool plain = !a->select_bias && p->d.route.groups <= 1;
+    s->bad_rows += score_row(p, a->logits, t, run->replay, plain, s->score);
     if (run->replay) {
         read_ids(run, t, s->ids);
     } else {
@@ -191,7 +204,7 @@ static void backward_row(const route_run *run, route_scratch *s, int64_t t)
     const int score = p->d.route.score;
     double *G = s->choice, sum = p->d.route.eps, dot = 0;
     read_ids(run, t, s->ids);
-    if (score == FMOE_SCORE_SOFTMAX) score_row(p, a->logits, t, s->score);
+    if (score == FMOE_SCORE_SOFTMAX) score_row(p, a->logits, t, true, false, s->score);
     for (int64_t j = 0; score != FMOE_SCORE_SOFTMAX && j < k; j++)
         if (!skipped(p, s->ids[j])) s->score[s->ids[j]] = score_one(score, logit(a->logits, t, s->ids[j]));
     selected_scores(p, s);

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * scores_tmpl.c - a row of logits to the scores of a router, in double. Compiled once per ISA level, by vectors of that
- * level (vec.h). */
+ * softmax_tmpl.c - a router's softmax, in double. Compiled once per ISA level, by vectors of that level (vec.h). */
 #include <math.h>
 
 #include "cpu/kernels.h"
@@ -69,13 +68,4 @@ void NAME(fmoe_softmax)(double *x, int64_t n)
     }
     for (int j = 0; j < HALF; j++) all += sum[j];
     for (int64_t i = 0; i < n; i++) x[i] /= all;
-}
-
-/* 1 / (1 + e^-x), from e^-|x|. */
-void NAME(fmoe_sigmoid)(double *x, int64_t n)
-{
-    for (int64_t i = 0; i < n; i += HALF) {
-        const wide y = wide_upto(n - i, x + i), e = wide_exp(wide_choose(y > 0.0, -y, y));
-        wide_put(n - i, x + i, wide_choose(y > 0.0, 1.0 - (wide){0}, e) / (1.0 + e));
-    }
 }

@@ -78,22 +78,30 @@ static double score_one(int score, double l)
     }
 }
 
+/* Whether numbers of 24 bits that differ have scores that differ by 2^-43 at the least. */
+static bool apart(const double *x, int64_t n)
+{
+    int yes = 1;
+    for (int64_t i = 0; i < n; i++)
+        yes &= (x[i] == 0) | ((fabs(x[i]) >= 0x1p-20) & (fabs(x[i]) <= 300)) | (x[i] == -(double)INFINITY);
+    return yes;
+}
+
 /* Scores of row t; returns whether the row is bad (header: route). The kernel's softmax is a few ulp from the
- * reference's, which must not change who is chosen: it is for rows whose experts are `chosen` already, and
- * for plain rules (nothing is added to a score): there, numbers of 24 bits that differ (0, or 2^-20 to 300) have scores
- * that differ by 2^-43 at the least. */
+ * reference's, which must not change who is chosen: it is for rows whose experts are `chosen` already, and for plain
+ * rules, which add nothing to a score, where scores are apart. */
 static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_t t, bool chosen, bool plain, double *s)
 {
     const int score = p->d.route.score;
-    int bad = 0, finite = 0, apart = 1;
+    int bad = 0, finite = 0;
     read_row(logits, t, p->d.E, s);
     for (int64_t e = 0; e < p->d.E; e++) {
         bad |= !(s[e] < (double)INFINITY); /* NaN too */
         finite |= (s[e] > -(double)INFINITY) & (s[e] < (double)INFINITY);
-        apart &= (s[e] == 0) | ((fabs(s[e]) >= 0x1p-20) & (fabs(s[e]) <= 300)) | (s[e] == -(double)INFINITY);
     }
     for (int64_t e = 0; score >= FMOE_SCORE_SIGMOID && e < p->d.E; e++) s[e] = score_one(score, s[e]);
-    if (score == FMOE_SCORE_SOFTMAX) (chosen || (plain && apart) ? fmoe_cpu(p)->k.softmax : softmax)(s, p->d.E);
+    if (score == FMOE_SCORE_SOFTMAX)
+        (chosen || (plain && apart(s, p->d.E)) ? fmoe_cpu(p)->k.softmax : softmax)(s, p->d.E);
     return bad || !finite;
 }
 

@@ -70,10 +70,10 @@ class Layer:
         self.given = self.workspace, self.x, self.ids, self.p, self.w
 
     def forward(self) -> None:
-        _core.run(_core.EXPERTS_FORWARD, self.plan, 0, None, *self.given, self.out, self.saved)
+        _core.run(_core.EXPERTS_FORWARD, self.plan, 0, None, *self.given, self.out, self.saved, None, None)
 
     def backward(self) -> None:
-        _core.run(_core.EXPERTS_BACKWARD, self.plan, 0, None, *self.given, self.saved, self.dout, self.dx, self.dp, self.dw)
+        _core.run(_core.EXPERTS_BACKWARD, self.plan, 0, None, *self.given, self.saved, self.dout, self.dx, self.dp, self.dw, None, None)
 
     def gflop(self) -> float:
         H, I, _, k = self.sizes

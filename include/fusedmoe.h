@@ -370,10 +370,10 @@ FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_a
  * shape [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way
  * the weights do.
  *
- * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_b1[e] . lora_a1[e] is added to W1[e] and lora_b2[e] .
- * lora_a2[e] to W2[e], without either sum being made: h = x . W1^T + (x . A1^T) . B1^T. A scale is the caller's, in
- * either factor. Adapters are stacks beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists:
- * gates, then ups). W is frozen where its gradient is NULL, and then costs nothing in the backward but dx. */
+ * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_scale1 lora_b1[e] . lora_a1[e] is added to W1[e] and
+ * the like to W2[e], without either sum being made: h = x . W1^T + lora_scale1 (x . A1^T) . B1^T. Adapters are stacks
+ * beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups). W is frozen where
+ * its gradient is NULL, and then costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;      /* [E,2I] */
@@ -386,6 +386,8 @@ typedef struct fmoe_weights {
     const fmoe_tensor *lora_b1; /* [E,2I,rank1] (ungated: [E,I,rank1]) */
     const fmoe_tensor *lora_a2; /* [E,rank2,I] */
     const fmoe_tensor *lora_b2; /* [E,H,rank2] */
+    float lora_scale1;          /* of b1 a1 and b2 a2 (alpha / rank); 0 means 1. Not read in gradients */
+    float lora_scale2;
     const void *packed; /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
     size_t packed_bytes;
 } fmoe_weights;

@@ -5,6 +5,7 @@
  * Each operation has one function that lists its tensors (tensor.h) for both passes. Nothing is written before all
  * checks have passed. */
 #include <inttypes.h>
+#include <math.h>
 
 #include "plan.h"
 #include "tensor.h"
@@ -387,6 +388,9 @@ static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w,
     if ((w->lora_a2 || w->lora_b2) && (!p->d.rank2 || names->shared))
         return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan has no adapter there: rank2 is %" PRId64,
                          w->lora_a2 ? names->lora_a2 : names->lora_b2, names->shared ? 0 : p->d.rank2);
+    if (!names->grad && !names->shared && !(isfinite(w->lora_scale1) && isfinite(w->lora_scale2)))
+        return fmoe_fail(FMOE_ERR_ARG, "lora_scale1 is %g and lora_scale2 %g: both are finite", (double)w->lora_scale1,
+                         (double)w->lora_scale2);
     return FMOE_OK;
 }
 

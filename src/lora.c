@@ -3,8 +3,8 @@
  * lora.c - experts with low-rank adapters, composed from the other operations of the backend table, for backends whose
  * own experts knows nothing of them.
  *
- *   xp = permute(x)      h = xp . W1 + (xp . A1) . B1      a = act(h)      y = a . W2 + (a . A2) . B2
- *   out = unpermute(y, p)
+ *   xp = permute(x)      h = xp . W1 + l1 . B1, l1 = s1 xp . A1      a = act(h)      y = a . W2 + l2 . B2, l2 = s2 a .
+ * A2 out = unpermute(y, p)
  *
  * "Add to what is there" is a grouped matmul's backward: dx += dy . w^T with w = B, dy = x . A, dx = h. So a factor B
  * is the weight [E, out, rank] of one plan, whose forward carries gradients back (m = dh . B) and whose backward adds
@@ -150,6 +150,16 @@ static fmoe_status multiply(const lora_run *r, int part, const fmoe_tensor *x, c
     return r->p->backend->gmm[FMOE_FORWARD](r->p->part[part], &args, &run);
 }
 
+/* y = scale x . w, into an adapter of W1 (UP_A, UP_B) or W2. */
+static fmoe_status multiply_low(const lora_run *r, int part, const fmoe_tensor *x, const fmoe_tensor *w,
+                                const fmoe_tensor *y)
+{
+    const float scale = fmoe_lora_scale(part < DOWN ? r->a->w.lora_scale1 : r->a->w.lora_scale2);
+    const fmoe_run run = part_run(r, 0);
+    FMOE_TRY(multiply(r, part, x, w, NULL, y));
+    return scale == 1 ? FMOE_OK : r->p->backend->scale(r->p->part[part], y, scale, &run);
+}
+
 /* dx (+)= dy . w^T, dw = x^T . dy, dbias; each or NULL. */
 static fmoe_status multiply_back(const lora_run *r, int part, const fmoe_tensor *x, const fmoe_tensor *w,
                                  const fmoe_tensor *dy, const fmoe_tensor *dx, bool add, const fmoe_tensor *dw,
@@ -162,23 +172,23 @@ static fmoe_status multiply_back(const lora_run *r, int part, const fmoe_tensor 
     return r->p->backend->gmm[FMOE_BACKWARD](r->p->part[part], &args, &run);
 }
 
-/* h = xp . W1 + b1 + (xp . A1) . B1 */
+/* h = xp . W1 + b1 + l1 . B1 */
 static fmoe_status up(const lora_run *r)
 {
     const fmoe_weights *w = &r->a->w;
     FMOE_TRY(multiply(r, UP, &r->xp.t, &r->w1.t, w->b1, &r->h.t));
     if (!r->p->d.rank1) return FMOE_OK;
-    FMOE_TRY(multiply(r, UP_A, &r->xp.t, &r->a1.t, NULL, &r->l1.t));
+    FMOE_TRY(multiply_low(r, UP_A, &r->xp.t, &r->a1.t, &r->l1.t));
     return multiply_back(r, UP_B, NULL, w->lora_b1, &r->l1.t, &r->h.t, true, NULL, NULL);
 }
 
-/* y = a . W2 + b2 + (a . A2) . B2 */
+/* y = a . W2 + b2 + l2 . B2 */
 static fmoe_status down(const lora_run *r)
 {
     const fmoe_weights *w = &r->a->w;
     FMOE_TRY(multiply(r, DOWN, &r->act.t, &r->w2.t, w->b2, &r->y.t));
     if (!r->p->d.rank2) return FMOE_OK;
-    FMOE_TRY(multiply(r, DOWN_A, &r->act.t, &r->a2.t, NULL, &r->l2.t));
+    FMOE_TRY(multiply_low(r, DOWN_A, &r->act.t, &r->a2.t, &r->l2.t));
     return multiply_back(r, DOWN_B, NULL, w->lora_b2, &r->l2.t, &r->y.t, true, NULL, NULL);
 }
 
@@ -230,12 +240,12 @@ static fmoe_status backward(lora_run *r)
     FMOE_TRY(
         multiply_back(r, DOWN, &r->act.t, &r->w2.t, &r->dy.t, da, false, fmoe_turned(&r->dw2, dw->w2, 1, 2), dw->b2));
     if (r->p->d.rank2 && (da || dw->lora_a2)) {
-        FMOE_TRY(multiply(r, DOWN_B, &r->dy.t, w->lora_b2, NULL, &r->m2.t));
+        FMOE_TRY(multiply_low(r, DOWN_B, &r->dy.t, w->lora_b2, &r->m2.t));
         FMOE_TRY(multiply_back(r, DOWN_A, &r->act.t, &r->a2.t, &r->m2.t, da, true,
                                fmoe_turned(&r->da2, dw->lora_a2, 1, 2), NULL));
     }
     if (dw->lora_b2) {
-        if (!a->dweights) FMOE_TRY(multiply(r, DOWN_A, &r->act.t, &r->a2.t, NULL, &r->l2.t));
+        if (!a->dweights) FMOE_TRY(multiply_low(r, DOWN_A, &r->act.t, &r->a2.t, &r->l2.t));
         FMOE_TRY(multiply_back(r, DOWN_B, &r->dy.t, w->lora_b2, &r->l2.t, NULL, false, dw->lora_b2, NULL));
     }
     if (!need_dh) return FMOE_OK;
@@ -246,12 +256,12 @@ static fmoe_status backward(lora_run *r)
     FMOE_TRY(
         multiply_back(r, UP, &r->xp.t, &r->w1.t, &r->dh.t, dxp, false, fmoe_turned(&r->dw1, dw->w1, 1, 2), dw->b1));
     if (r->p->d.rank1 && (dxp || dw->lora_a1)) {
-        FMOE_TRY(multiply(r, UP_B, &r->dh.t, w->lora_b1, NULL, &r->m1.t));
+        FMOE_TRY(multiply_low(r, UP_B, &r->dh.t, w->lora_b1, &r->m1.t));
         FMOE_TRY(multiply_back(r, UP_A, &r->xp.t, &r->a1.t, &r->m1.t, dxp, true,
                                fmoe_turned(&r->da1, dw->lora_a1, 1, 2), NULL));
     }
     if (dw->lora_b1) {
-        FMOE_TRY(multiply(r, UP_A, &r->xp.t, &r->a1.t, NULL, &r->l1.t));
+        FMOE_TRY(multiply_low(r, UP_A, &r->xp.t, &r->a1.t, &r->l1.t));
         FMOE_TRY(multiply_back(r, UP_B, &r->dh.t, w->lora_b1, &r->l1.t, NULL, false, dw->lora_b1, NULL));
     }
     if (!a->dx) return FMOE_OK;

@@ -17,6 +17,7 @@
 static inline int64_t fmoe_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t fmoe_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t fmoe_ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline float fmoe_lora_scale(float s) { return s == 0 ? 1.f : s; }
 static inline size_t fmoe_align_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 /* Checked size arithmetic: true when the result did not fit. */

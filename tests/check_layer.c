@@ -20,6 +20,8 @@ static fmoe_weights with_lora(const check_layer *l, fmoe_weights w, fmoe_tensor 
 {
     if (l->d.rank1) w.lora_a1 = lora[0], w.lora_b1 = lora[1];
     if (l->d.rank2) w.lora_a2 = lora[2], w.lora_b2 = lora[3];
+    w.lora_scale1 = lora == l->lora ? l->scale[0] : NAN; /* in gradients they are not read */
+    w.lora_scale2 = lora == l->lora ? l->scale[1] : NAN;
     return w;
 }
 
@@ -151,6 +153,8 @@ check_layer layer_make(const fmoe_desc *d, int64_t T, int layout)
         l.lora[i] = check_stack(dtype, E, rows, cols, layout >> i & 1);
         if (layer_rank(&l, i)) check_fill(l.lora[i], 2.5 / sqrt((double)cols));
     }
+    static const float scales[] = {0, 1, 2, 0.3f, -1.7f};
+    for (int i = 0; i < 2; i++) l.scale[i] = scales[check_below(5)];
     make_outputs(&l);
     return l;
 }
@@ -262,6 +266,16 @@ static void through(bounded *to, const double *v, const double *ev, int64_t n, c
         for (int64_t j = 0; j < n; j++) plus(to, i, v[j], ev ? ev[j] : 0, turned ? m[j * to->n + i] : m[i * n + j], 0);
 }
 
+/* The same into an adapter: times its scale, settled and stored with u. */
+static void into(bounded *to, const double *v, const double *ev, int64_t n, const double *m, bool turned, float scale,
+                 double u)
+{
+    const double s = scale == 0 ? 1 : (double)scale;
+    through(to, v, ev, n, m, turned);
+    for (int64_t i = 0; i < to->n; i++) to->v[i] *= s, to->e[i] *= fabs(s), to->m[i] *= fabs(s);
+    settle(to, n + 1, u);
+}
+
 /* grad[i, j] += v[i] * w[j] */
 static void outer(bounded *grad, int64_t at, const double *v, const double *ev, int64_t n, const double *w,
                   const double *ew, int64_t m)
@@ -290,12 +304,10 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
         for (int64_t n = 0; n < H; n++) plus(&b->h, c, x[n], 0, w1[c * H + n], 0);
         if (bias) plus(&b->h, c, 1, 0, b->b1[e * C + c], 0);
     }
-    through(&b->l1, x, NULL, H, a1, false);
-    settle(&b->l1, H, us);
+    into(&b->l1, x, NULL, H, a1, false, l->scale[0], us);
     through(&b->h, b->l1.v, b->l1.e, r1, b1, false);
     settle(&b->h, H + r1, us);
-    through(&b->m2, dout, NULL, H, b2, true);
-    settle(&b->m2, H, us);
+    into(&b->m2, dout, NULL, H, b2, true, l->scale[1], us);
     for (int64_t i = 0; i < I; i++)
         for (int64_t n = 0; n < H; n++) plus(&b->dA, i, dout[n], 0, w2[n * I + i], 0);
     through(&b->dA, b->m2.v, b->m2.e, r2, a2, true);
@@ -316,10 +328,9 @@ static void bound_row(layer_bounds *b, int64_t t, int64_t j, int64_t e)
         plus(&b->dh, uc, pd, epd, v.du, check_act_bound(&act, g, u, eg, eu, 2));
     }
     settle(&b->dh, 2, us);
-    through(&b->l2, b->a.v, b->a.e, I, a2, false);
-    through(&b->pl2, b->pa.v, b->pa.e, I, a2, false);
-    through(&b->m1, b->dh.v, b->dh.e, C, b1, true);
-    settle(&b->l2, I, us), settle(&b->pl2, I, us), settle(&b->m1, C, us);
+    into(&b->l2, b->a.v, b->a.e, I, a2, false, l->scale[1], us);
+    into(&b->pl2, b->pa.v, b->pa.e, I, a2, false, l->scale[1], us);
+    into(&b->m1, b->dh.v, b->dh.e, C, b1, true, l->scale[0], us);
     for (int64_t n = 0; n < H; n++) {
         for (int64_t i = 0; i < I; i++) plus(&b->y, n, b->a.v[i], b->a.e[i], w2[n * I + i], 0);
         if (bias) plus(&b->y, n, 1, 0, b->b2[e * H + n], 0);

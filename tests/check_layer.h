@@ -27,6 +27,7 @@ typedef struct check_layer {
     bool gated, list, grad_list; /* lists have no interleaving: gate and up are matrices of their own */
     fmoe_tensor *x, *ids, *p, *w1, *b1, *w2, *b2, *out, *dout, *dx, *dp, *dw1, *db1, *dw2, *db2;
     fmoe_tensor *lora[4], *dlora[4]; /* a1, b1, a2, b2; empty where the plan has no rank */
+    float scale[2];                  /* of the adapters; 0 means 1 */
     fmoe_experts_args forward, backward;
 } check_layer;
 

@@ -172,8 +172,8 @@ TEST(struct_layouts)
            F(fmoe_activation_args, da), F(fmoe_activation_args, dh));
     STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),
            F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down), F(fmoe_weights, lora_a1),
-           F(fmoe_weights, lora_b1), F(fmoe_weights, lora_a2), F(fmoe_weights, lora_b2), F(fmoe_weights, packed),
-           F(fmoe_weights, packed_bytes));
+           F(fmoe_weights, lora_b1), F(fmoe_weights, lora_a2), F(fmoe_weights, lora_b2), F(fmoe_weights, lora_scale1),
+           F(fmoe_weights, lora_scale2), F(fmoe_weights, packed), F(fmoe_weights, packed_bytes));
     STRUCT(fmoe_pack_args, F(fmoe_pack_args, size), F(fmoe_pack_args, w), F(fmoe_pack_args, packed),
            F(fmoe_pack_args, packed_bytes));
     STRUCT(fmoe_experts_args, F(fmoe_experts_args, size), F(fmoe_experts_args, x), F(fmoe_experts_args, ids),

@@ -181,6 +181,17 @@ TEST(row03_rank)
     }
 }
 
+TEST(scales_are_finite)
+{
+    for (int i = 0; i < 8; i++) {
+        api_call c;
+        call_begin(&c, i & 1 ? CALL_EXPERTS_LIST : CALL_EXPERTS, i & 2 ? FMOE_BACKWARD : FMOE_FORWARD, FMOE_F32);
+        *(i & 4 ? &c.a.experts.w.lora_scale2 : &c.a.experts.w.lora_scale1) = i & 1 ? NAN : -INFINITY;
+        expect(&c, "scale", FMOE_ERR_ARG, FMOE_ERR_ARG, i & 4 ? "lora_scale2" : "lora_scale1", i & 1 ? "nan" : "-inf");
+        call_end(&c);
+    }
+}
+
 TEST(row03_absurd_dimensions)
 {
     const int64_t absurd[] = {-1, INT64_MIN, INT64_MAX, (INT64_C(1) << 48) + 1};

@@ -345,6 +345,8 @@ static layer make_adapted(int64_t T, int64_t rank1, int64_t rank2, int act, uint
     if (rank2) l.a.w.lora_a2 = lora->t[2], l.a.w.lora_b2 = lora->t[3];
     if (rank1) l.a.dw.lora_a1 = lora->d[0], l.a.dw.lora_b1 = lora->d[1];
     if (rank2) l.a.dw.lora_a2 = lora->d[2], l.a.dw.lora_b2 = lora->d[3];
+    l.a.w.lora_scale1 = 1.5f;
+    l.a.w.lora_scale2 = rank2 == 3 ? -0.25f : 0; /* 0 means 1 */
     return l;
 }
 
@@ -367,7 +369,7 @@ TEST(adapters_gradients)
     }
 }
 
-/* W + B A without an adapter is the same layer: the same out, dx, dp and dW; and dB = dW A^T, dA = B^T dW. */
+/* W + s B A without an adapter is the same layer: the same out, dx, dp and dW; and dB = s dW A^T, dA = s B^T dW. */
 TEST(adapters_are_the_merged_layer)
 {
     adapters lora;
@@ -383,7 +385,7 @@ TEST(adapters_are_the_merged_layer)
         for (int64_t j = 0; j < tensor_count(w[i]); j++) {
             const int64_t e = j / (N * K), n = j / K % N, k = j % K;
             double sum = tensor_get(from, j);
-            for (int64_t r = 0; r < R; r++) sum += tensor_get(B, (e * N + n) * R + r) * tensor_get(A, (e * R + r) * K + k);
+            for (int64_t r = 0; r < R; r++) sum += (i ? -0.25 : 1.5) * tensor_get(B, (e * N + n) * R + r) * tensor_get(A, (e * R + r) * K + k);
             tensor_set(w[i], j, sum);
         }
     }

@@ -30,9 +30,9 @@
 /* ---- The operations: which field of which struct each Python argument fills ------------------------------ */
 
 /* TENSOR: a tensor, or a list of them, of which an empty one is none. ROWS: the same, its last dimension with unit stride.
- * IDS: the same, int32 or int64, compact. BYTES: void * followed by size_t. WEIGHTS: fmoe_weights, see take_weights; PLAIN:
+ * IDS: the same, int32 or int64, compact. BYTES: void * followed by size_t. INT32, FLOAT: a number. WEIGHTS: fmoe_weights, see take_weights; PLAIN:
  * those of the shared expert, which have no other form. */
-enum { TENSOR, ROWS, IDS, BYTES, INT32, WEIGHTS, PLAIN, MAX_SLOTS = 32, MAX_RANK = 8 };
+enum { TENSOR, ROWS, IDS, BYTES, INT32, FLOAT, WEIGHTS, PLAIN, MAX_SLOTS = 32, MAX_RANK = 8 };
 
 /* Flags beside those of the run: how weights are given. Also in ops.py. */
 enum { LIST = 1 << 16, TRANSPOSED = 1 << 17, LORA1 = 1 << 18, LORA2 = 1 << 19, UNGATED = 1 << 20 };
@@ -57,6 +57,7 @@ typedef struct {
 #define I(type, field) {offsetof(fmoe_##type##_args, field), IDS}
 #define B(type, field) {offsetof(fmoe_##type##_args, field), BYTES}
 #define N(type, field) {offsetof(fmoe_##type##_args, field), INT32}
+#define F(type, field) {offsetof(fmoe_##type##_args, field), FLOAT}
 #define W(type, field) {offsetof(fmoe_##type##_args, field), WEIGHTS}
 #define P(type, field) {offsetof(fmoe_##type##_args, field), PLAIN}
 
@@ -96,9 +97,10 @@ static const op_entry OPS[] = {
     OP(ACTIVATION_FORWARD, activation_forward, activation, R(activation, h), T(activation, a)),
     OP(ACTIVATION_BACKWARD, activation_backward, activation, R(activation, h), R(activation, da), T(activation, dh)),
     OP(EXPERTS_FORWARD, experts_forward, experts, R(experts, x), I(experts, ids), R(experts, weights), W(experts, w),
-       T(experts, out), B(experts, saved)),
+       T(experts, out), B(experts, saved), F(experts, w.lora_scale1), F(experts, w.lora_scale2)),
     OP(EXPERTS_BACKWARD, experts_backward, experts, R(experts, x), I(experts, ids), R(experts, weights), W(experts, w),
-       B(experts, saved), R(experts, dout), T(experts, dx), T(experts, dweights), W(experts, dw)),
+       B(experts, saved), R(experts, dout), T(experts, dx), T(experts, dweights), W(experts, dw), F(experts, w.lora_scale1),
+       F(experts, w.lora_scale2)),
     OP(BLOCK_FORWARD, block_forward, block, R(block, x), T(block, w_router), T(block, b_router), T(block, select_bias),
        W(block, w), P(block, shared), T(block, shared_gate), T(block, logits), T(block, ids), T(block, weights), T(block, out),
        B(block, saved)),
@@ -476,8 +478,9 @@ static PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_ar
         char *field = a.bytes + op->slots[i].offset;
         const int kind = op->slots[i].kind;
         if (slots[i] == Py_None) continue;
-        if (kind == INT32) {
-            *(int32_t *)(void *)field = (int32_t)PyLong_AsLong(slots[i]);
+        if (kind == INT32 || kind == FLOAT) {
+            if (kind == INT32) *(int32_t *)(void *)field = (int32_t)PyLong_AsLong(slots[i]);
+            else *(float *)(void *)field = (float)PyFloat_AsDouble(slots[i]);
             if (PyErr_Occurred()) goto error;
             continue;
         }

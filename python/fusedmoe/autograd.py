@@ -42,14 +42,16 @@ def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
     return p if p.dtype == dtype or (p.dtype == torch.float32 and dtype != torch.float64) else p.to(dtype)
 
 
-def _with_factors(w: Sequence[Tensor], scales: Sequence[float], x: Tensor, flags: int) -> Sequence[Tensor]:
-    """w, its last tensors (the factors of adapters, a scale for each) as the C library reads them: on CUDA they lie as the weights do.
-    Copies, for one call only: autograd keeps what was given, which is the parameters themselves."""
-    n, turned = len(w) - len(scales), 1 if x.is_cuda and flags & ops.TRANSPOSED else 2
-    scaled = zip((t.transpose(turned, 2).to(x.dtype) for t in w[n:]), scales, strict=True)
-    factors = [t if s == 1 else t * s for t, s in scaled]
+def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> tuple[Sequence[Tensor], list]:
+    """w, its last tensors (the factors of adapters, if there are scales) as the C library reads them: on CUDA they lie as the weights
+    do. Copies, for one call only: autograd keeps what was given, which is the parameters themselves. And what operators take last."""
+    if not scales:
+        return w, []
+    n = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0)
+    turned = 1 if x.is_cuda and flags & ops.TRANSPOSED else 2
+    factors = [t.transpose(turned, 2).to(x.dtype) for t in w[n:]]
     lie = [t if t.stride(2) == 1 or (x.is_cpu and t.stride(1) == 1) else t.contiguous() for t in factors]
-    return [*w[:n], *(t.transpose(turned, 2) for t in lie)]
+    return [*w[:n], *(t.transpose(turned, 2) for t in lie)], [scales]
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
@@ -57,10 +59,11 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple[int, int, float, float], scales: Sequence[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
+    def forward(ctx: Any, layer: tuple[int, int, float, float], scales: list[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
         sizes = _fixed(*ops.layer_sizes(w, *layer[:2]), ids.shape[1]) if is_compiling() else []
         line = ops.experts_saved(x.dtype, x.device, tuple(sizes[:-1]), sizes[-1], *layer) if sizes else ()
-        out, saved = ops.call(ops.experts_forward, x, ids, p, _with_factors(w, scales, x, layer[1]) if scales else w, *layer, line)
+        ready, more = _ready(w, scales, x, layer[1])
+        out, saved = ops.call(ops.experts_forward, x, ids, p, ready, *layer, line, *more)
         ctx.save_for_backward(x, ids, p, saved, *w)
         ctx.layer = layer, scales
         return out
@@ -75,12 +78,11 @@ class _Experts(torch.autograd.Function):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = sum({bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes})
-        ready = _with_factors(w, scales, x, layer[1]) if scales else w
-        grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs)
+        ready, more = _ready(w, scales, x, layer[1])
+        grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs, *more)
         dx, dp, *dw = ops.spread(grads, [needs & bit for bit in bits])
-        for i, scale in enumerate(scales, len(w) - len(scales)):
-            if dw[i] is not None:
-                dw[i] = (dw[i] if scale == 1 else dw[i].mul_(scale)).to(w[i].dtype)
+        if scales:
+            dw = [g if g is None else g.to(t.dtype) for g, t in zip(dw, w, strict=True)]
         return None, None, dx, None, dp, *dw
 
 
@@ -97,21 +99,25 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
     dtype = compute_dtype(x, w[0])
     if any([t.dtype != dtype for t in w]):
         w = [t.to(dtype) for t in w]
-    scales: Sequence[float] = ()
-    for flag, factors in zip((ops.LORA1, ops.LORA2), lora) if lora else ():
+    scales = [0.0, 0.0] if lora else []
+    for i, factors in enumerate(lora):
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
-            w, flags, scales = [*w, a, b], flags | flag, [*scales, 1.0, scale]
+            scales[i] = scale or 1.0  # 0 would mean 1 to the library
+            w, flags = [*w, a, b if scale else b * 0.0], flags | (ops.LORA1, ops.LORA2)[i]
+    if scales and dtype.itemsize == 2 and (x.is_cpu or x.is_cuda) and any(t.dtype == torch.float32 for t in w):
+        flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
     compiling = is_compiling()
     if compiling:
-        act, flags, alpha, limit = _fixed(act, flags, alpha, limit)
+        act, flags, alpha, limit, *scales = _fixed(act, flags, alpha, limit, *scales)
     if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
         plain = not compiling and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
-        out = ops.call(ops.experts, xc, ids, p, _with_factors(w, scales, xc, flags) if scales else w, act, flags, alpha, limit)
+        ready, more = _ready(w, scales, xc, flags)
+        out = ops.call(ops.experts, xc, ids, p, ready, act, flags, alpha, limit, *more)
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 

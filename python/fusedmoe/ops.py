@@ -6,8 +6,8 @@ flags) instead of a plan handle, so that a compiled graph can be cached on disk.
 Gradients are in ``fusedmoe.autograd``; the operators here are not differentiable by themselves.
 
 Conventions: ``w`` is ``[w1, w2]`` or, with BIAS, ``[w1, w2, b1, b2]`` (stacked), or with LIST the gates, ups and downs of all
-experts one after the other; then, with LORA1, the factors a1, b1 of W1's adapter, and with LORA2 those of W2's. Optional
-tensors are lists of none or one; ``needs`` is a mask of the gradients to compute.
+experts one after the other; then, with LORA1, the factors a1, b1 of W1's adapter, and with LORA2 those of W2's. ``scales`` are
+those of both adapters, or none: 1. Optional tensors are lists of none or one; ``needs`` is a mask of the gradients to compute.
 
 An operator is written as a generator. It yields its results, still empty: that is all its fake kernel is. Then it yields
 its plan, the flags of the run, its rows and the slots of the C call.
@@ -31,7 +31,7 @@ SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
 INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED, BORROW_DW1 = (1 << bit for bit in range(9))
 _REPLAY = 8  # of fmoe_run
 # flags of this module and of _core: how `w` is given
-LIST, TRANSPOSED, LORA1, LORA2, _UNGATED = (1 << bit for bit in range(16, 21))
+LIST, TRANSPOSED, LORA1, LORA2, _UNGATED, WIDE_FACTORS = (1 << bit for bit in range(16, 22))  # WIDE_FACTORS: their gradients in float32
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _DEVICES = {"cpu": 1, "meta": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
@@ -288,15 +288,17 @@ def _experts_plan(x, ids, w, *layer) -> int:
     return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, *layer)
 
 
+_NO_SCALES = None, None
 _LAYER = "Tensor x, Tensor ids, Tensor p, Tensor[] w, int act, int flags, float alpha, float limit"
 
 
-@_define(f"experts({_LAYER}) -> Tensor")
-def experts(x, ids, p, w, *layer):
+@_define(f"experts({_LAYER}, float[] scales=[]) -> Tensor")
+def experts(x, ids, p, w, act, flags, alpha, limit, scales=()):
     """The layer without a gradient: nothing is saved."""
     out = _like(x)
     yield out
-    yield _experts_plan(x, ids, w, *layer), _form(*layer), x.shape[0], x, ids, p, w, out, None
+    plan = _experts_plan(x, ids, w, act, flags, alpha, limit)
+    yield plan, _form(act, flags), x.shape[0], x, ids, p, w, out, None, *(scales or _NO_SCALES)
 
 
 def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], k: int, *layer: Any) -> tuple[int, int]:
@@ -308,8 +310,8 @@ def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
 experts_saved._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
 
 
-@_define(f"experts_forward({_LAYER}, int[] saved) -> (Tensor, Tensor)")
-def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
+@_define(f"experts_forward({_LAYER}, int[] saved, float[] scales=[]) -> (Tensor, Tensor)")
+def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved, scales=()):
     """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
     T, line, layer = x.shape[0], saved, (act, flags, alpha, limit)
     plan = None if line else _experts_plan(x, ids, w, *layer)
@@ -318,12 +320,12 @@ def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved):
     if line:
         plan = _experts_plan(x, ids, w, *layer)
         _core.saved_bytes(plan, T, saved)
-    yield plan, _form(*layer), T, x, ids, p, w, out, saved
+    yield plan, _form(*layer), T, x, ids, p, w, out, saved, *(scales or _NO_SCALES)
 
 
 @_define("experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
-         "float alpha, float limit, int needs) -> Tensor[]")  # fmt: skip
-def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs):
+         "float alpha, float limit, int needs, float[] scales=[]) -> Tensor[]")  # fmt: skip
+def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs, scales=()):
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
     wanted = [needs & bit for bit in (1, 2, *needs_bits(w, act, flags))]
     grads = [_like(t) for t, yes in zip((x, p), wanted, strict=False) if yes]
@@ -332,11 +334,12 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs)
         E, lists = layer_sizes(w, act, flags)[2], [t for t in own if t.dim() == 2]
         grads += [g for t in lists[::E] for g in t.new_empty((E, *t.shape)).unbind()]
         own = own[len(lists) :]
-    grads += [_new(t) for t in own]
+    factors = sum(bit >= 64 for bit in wanted) if flags & WIDE_FACTORS else 0
+    grads += [_new(t) if i < len(own) - factors else torch.empty_like(t, dtype=torch.float32) for i, t in enumerate(own)]
     yield grads
     borrow = BORROW_DW1 if x.is_cuda and needs & 4 and not flags & LIST else 0  # new memory, of no use to anyone else before
     plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags | borrow, alpha, limit), spread(grads, wanted)
-    yield plan, _form(act, flags), x.shape[0], x, ids, p, w, saved, dout, dx, dp, dw
+    yield plan, _form(act, flags), x.shape[0], x, ids, p, w, saved, dout, dx, dp, dw, *(scales or _NO_SCALES)
 
 
 # ---- block: router matmul, route, experts, shared expert --------------------------------------------------------------

@@ -208,6 +208,14 @@ ENTRY(activation_backward, fmoe_activation_args, 0, asc_activation(&c, FMOE_BACK
 ENTRY(experts_forward, fmoe_experts_args, a->x->shape[0] * p->d.k, asc_experts_forward(&c, a, run->flags))
 ENTRY(experts_backward, fmoe_experts_args, a->x->shape[0] * p->d.k, asc_experts_backward(&c, a, run->flags))
 
+static fmoe_status scale(const fmoe_plan_impl *p, const fmoe_tensor *t, float by, const fmoe_run *run)
+{
+    asc_call c;
+    FMOE_TRY(asc_begin(&c, p, run));
+    asc_scale(&c, asc_of(t), (double)by);
+    return asc_end(&c);
+}
+
 const fmoe_backend fmoe_backend_ascend = {
     .version = FMOE_BACKEND_VERSION,
     .name = "ascend",
@@ -221,4 +229,5 @@ const fmoe_backend fmoe_backend_ascend = {
     .gmm = {gmm_forward, gmm_backward},
     .activation = {activation_forward, activation_backward},
     .experts = {experts_forward, experts_backward},
+    .scale = scale,
 };

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "ascend.h"
+#include "ops.h"
 
 typedef struct fake {
     fmoe_tensor t;
@@ -116,6 +117,7 @@ static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide, bool sized)
     if (pass == FMOE_FORWARD) {
         a.bias = describe(&bias, t, 2, d->E, d->N, 0);
         a.y = describe(&y, wide, 2, R, d->N, 0);
+        if (c->acl->aclnnInplaceMuls) asc_scale(c, asc_of(packed2(&dx, t, R, d->N)), 2); /* of an adapter's */
     } else {
         a.dy = describe(&y, wide, 2, R, d->N, 0);
         a.dx = describe(&dx, t, 2, R, d->K, 0);

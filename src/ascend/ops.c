@@ -24,6 +24,14 @@ void asc_add_to(asc_call *c, asc_view to, asc_view from)
     ASC_LAUNCH(c, InplaceAdd, dst, src, one);
 }
 
+void asc_scale(asc_call *c, asc_view v, double by)
+{
+    if (asc_count(&v) == 0) return;
+    const aclTensor *t = asc_t(c, v);
+    const aclScalar *s = asc_s(c, by);
+    ASC_LAUNCH(c, InplaceMuls, t, s);
+}
+
 void asc_fill_where(asc_call *c, asc_view v, asc_view mask, double value)
 {
     const aclTensor *dst = asc_t(c, v), *where = asc_t(c, mask);

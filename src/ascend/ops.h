@@ -11,6 +11,7 @@ void asc_cast(asc_call *c, asc_view to, asc_view from); /* same shape, another d
 void asc_copy(asc_call *c, asc_view to, asc_view from); /* any strides, any dtypes */
 void asc_zero(asc_call *c, asc_view packed);
 void asc_add_to(asc_call *c, asc_view to, asc_view from); /* to += from */
+void asc_scale(asc_call *c, asc_view v, double by);       /* v *= by */
 void asc_fill_where(asc_call *c, asc_view v, asc_view mask, double value);
 
 /* asc_do_X(c, x), asc_do_X(c, x, y): the result of an element-wise operator in new scratch of x's shape and dtype. */

@@ -377,9 +377,10 @@ void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_ca
  * may be NULL; l1: room for [R, rank1]. */
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
                      fmoe_scratch *scratch, void *l1, void *h, void *a);
-/* Rows of A through one factor of an adapter, into l [R, rank] of the work type; swap: through its transpose. */
+/* Rows of A through one factor of an adapter, times its scale, into l [R, rank] of the work type; swap: through its
+ * transpose. */
 fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
-                       const fmoe_tensor *factor, bool swap, void *l);
+                       const fmoe_tensor *factor, bool swap, float scale, void *l);
 fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap);
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
 fmoe_stack fmoe_w2_stack(const fmoe_weights *w);

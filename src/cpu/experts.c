@@ -45,6 +45,7 @@ typedef struct through_ctx {
     const fmoe_cpu_plan *cpu;
     char *l;
     int64_t rank;
+    float scale;
 } through_ctx;
 
 static void through_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
@@ -52,14 +53,16 @@ static void through_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int6
     (void)e;
     const through_ctx *x = ctx;
     const int64_t element = (int64_t)fmoe_dtype_size(x->cpu->work_type);
-    for (int64_t i = 0; i < rows; i++, c += FMOE_NB)
+    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
+        for (int64_t j = 0; j < n; j++) c[j] *= x->scale;
         fmoe_store_row(&x->cpu->k, x->cpu->work_type, x->l + ((row + i) * x->rank + n0) * element, c, n);
+    }
 }
 
 fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
-                       const fmoe_tensor *factor, bool swap, void *l)
+                       const fmoe_tensor *factor, bool swap, float scale, void *l)
 {
-    through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1]};
+    through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1], fmoe_lora_scale(scale)};
     const fmoe_in_job job = {.p = p,
                              .cpu = fmoe_cpu(p),
                              .g = g,
@@ -147,7 +150,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
                        .finish = up_finish,
                        .ctx = &ctx};
     if (p->d.rank1) {
-        job.low.l = fmoe_through(p, g, scratch, x, args->w.lora_a1, false, l1);
+        job.low.l = fmoe_through(p, g, scratch, x, args->w.lora_a1, false, args->w.lora_scale1, l1);
         for (int half = 0; half < job.n_w; half++) {
             job.low.b[half] = fmoe_factor(args->w.lora_b1, false);
             job.low.b[half].row = half * p->d.I;
@@ -205,7 +208,7 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                          .add = (run->flags & FMOE_ADD_OUT) != 0,
                          .steps = fmoe_steps(p)};
     if (p->d.rank2) {
-        down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, b.l2);
+        down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, args->w.lora_scale2, b.l2);
         down.low.b[0] = fmoe_factor(args->w.lora_b2, false);
     }
     fmoe_multiply_out(&down);

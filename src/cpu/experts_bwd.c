@@ -275,15 +275,17 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
         job.w[0].swap = true; /* contract over H */
         dh_touches(&ctx, job.touched);
         if (p->d.rank2) {
-            m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, b.m2);
+            m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, w->lora_scale2, b.m2);
             job.low.b[0] = fmoe_factor(w->lora_a2, true);
         }
         fmoe_multiply_in(&job);
     }
-    if (p->d.rank1 && (args->dx || dw->lora_a1)) m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, b.m1);
+    if (p->d.rank1 && (args->dx || dw->lora_a1))
+        m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, w->lora_scale1, b.m1);
     fmoe_rows l1 = {0}, l2 = {0};
-    if (dw->lora_b2) l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, b.l2); /* scaled by p, as pa is */
-    if (dw->lora_b1) l1 = fmoe_through(p, &b.g, b.scratch, x, w->lora_a1, false, b.l1);
+    if (dw->lora_b2)
+        l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, w->lora_scale2, b.l2); /* scaled by p, as pa is */
+    if (dw->lora_b1) l1 = fmoe_through(p, &b.g, b.scratch, x, w->lora_a1, false, w->lora_scale1, b.l1);
 
     /* Everything that is left depends on the above alone: one pool of tasks, the long ones first. */
     fmoe_part parts[2 + FMOE_ENDS];

@@ -91,24 +91,26 @@ static int64_t b1_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t n)
     return !w->w1 && p->gated && (p->d.flags & FMOE_INTERLEAVED) ? n % 2 * p->d.I + n / 2 : n;
 }
 
-/* l = A[e] v over n elements of v, A [E,rank,n]; and m = B[e]^T v, B [E,n,rank]: the ways into an adapter. */
-static void through_a(const fmoe_tensor *A, int64_t e, int64_t rank, ref_vec v, int64_t n, double *l)
+/* l = scale A[e] v over n elements of v, A [E,rank,n]; and m = scale B[e]^T v, B [E,n,rank]: the ways into an adapter,
+ * which every term of it and of its gradients goes through once. */
+static void through_a(const fmoe_tensor *A, float scale, int64_t e, int64_t rank, ref_vec v, int64_t n, double *l)
 {
-    for (int64_t i = 0; i < rank; i++) l[i] = ref_dot(ref_row(ref_slice(A, e), i), v, n);
+    for (int64_t i = 0; i < rank; i++) l[i] = fmoe_lora_scale(scale) * ref_dot(ref_row(ref_slice(A, e), i), v, n);
 }
 
 static void through_b1(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, const double *dh, double *m)
 {
     for (int64_t i = 0; i < p->d.rank1; i++) m[i] = 0;
     for (int64_t n = 0; p->d.rank1 && n < p->h_cols; n++)
-        ref_axpy(m, dh[n], ref_row(ref_slice(w->lora_b1, e), b1_row(p, w, n)), p->d.rank1);
+        ref_axpy(m, fmoe_lora_scale(w->lora_scale1) * dh[n], ref_row(ref_slice(w->lora_b1, e), b1_row(p, w, n)),
+                 p->d.rank1);
 }
 
 static void through_b2(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec g, double *m)
 {
     for (int64_t i = 0; i < p->d.rank2; i++) m[i] = 0;
     for (int64_t c = 0; p->d.rank2 && c < p->d.H; c++)
-        ref_axpy(m, ref_get(g, c), ref_row(ref_slice(w->lora_b2, e), c), p->d.rank2);
+        ref_axpy(m, fmoe_lora_scale(w->lora_scale2) * ref_get(g, c), ref_row(ref_slice(w->lora_b2, e), c), p->d.rank2);
 }
 
 static double bias_at(const fmoe_plan_impl *p, const fmoe_tensor *b, int64_t e, int64_t n)
@@ -116,19 +118,19 @@ static double bias_at(const fmoe_plan_impl *p, const fmoe_tensor *b, int64_t e, 
     return (p->d.flags & FMOE_BIAS) && b ? ref_get(ref_row(ref_matrix(b), e), n) : 0;
 }
 
-/* h[n] = <x[t], W1[e][n, :]> + b1[e][n] + <A1[e] x[t], B1[e][n, :]> */
+/* h[n] = <x[t], W1[e][n, :]> + b1[e][n] + <l1, B1[e][n, :]>, with l1 = scale1 A1[e] x[t] */
 static void up(const fmoe_plan_impl *p, const fmoe_experts_args *a, int64_t t, int64_t e, double *l1, double *h)
 {
     const ref_vec x = ref_row(ref_matrix(a->x), t);
     const int64_t rank = p->d.rank1;
-    through_a(a->w.lora_a1, e, rank, x, p->d.H, l1);
+    through_a(a->w.lora_a1, a->w.lora_scale1, e, rank, x, p->d.H, l1);
     for (int64_t n = 0; n < p->h_cols; n++) {
         h[n] = ref_dot(x, w1_row(p, &a->w, e, n), p->d.H) + bias_at(p, a->w.b1, e, n);
         if (rank) h[n] += ref_dot(ref_buffer(l1), ref_row(ref_slice(a->w.lora_b1, e), b1_row(p, &a->w, n)), rank);
     }
 }
 
-/* y[c] = <a, W2[e][c, :]> + b2[e][c] + <l2, B2[e][c, :]>, with l2 = A2[e] a */
+/* y[c] = <a, W2[e][c, :]> + b2[e][c] + <l2, B2[e][c, :]>, with l2 = scale2 A2[e] a */
 static double down(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec a, double *l2, int64_t c)
 {
     const double y = ref_dot(a, w2_row(w, e, c), p->d.I) + bias_at(p, w->b2, e, c);
@@ -157,7 +159,7 @@ fmoe_status fmoe_ref_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
             double *const h = saved ? saved + r * p->h_cols : s.h;
             up(p, a, t, e, s.l1, h);
             fmoe_ref_activate(p, ref_buffer(h), ref_buffer(s.a));
-            through_a(a->w.lora_a2, e, p->d.rank2, ref_buffer(s.a), I, s.l2);
+            through_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, ref_buffer(s.a), I, s.l2);
             for (int64_t i = 0; i < H; i++) s.sum[i] += weight * down(p, &a->w, e, ref_buffer(s.a), s.l2, i);
         }
         for (int64_t i = 0; i < H; i++) ref_set(out, i, s.sum[i]);
@@ -192,7 +194,7 @@ static void backward_rows(const fmoe_plan_impl *p, const fmoe_experts_args *a, c
             }
             through_b2(p, &a->w, e, g, m2);
             for (int64_t c = 0; c < p->d.rank2; c++) ref_axpy(s->v, m2[c], ref_row(ref_slice(a->w.lora_a2, e), c), I);
-            through_a(a->w.lora_a2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
+            through_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
             dp += ref_dot(ref_buffer(s->v), act, I);
             for (int64_t c = 0; c < I; c++) s->v[c] *= weight;
             fmoe_ref_activate_backward(p, ref_buffer(s->h), ref_buffer(s->v), ref_buffer(s->dh + r * p->h_cols));

@@ -216,7 +216,8 @@ void gemm_sm80(int dtype, const GemmArgs &a, cudaStream_t s);
 // lowrank_add.cu, lowrank.cu: the same where few k are added to rows, or the result has few columns, or a weight gradient few rows or
 // columns. False: it is not that, and nothing was launched.
 bool lowrank_add(int dtype, const GemmArgs &a, cudaStream_t s);
-bool lowrank_rows(int dtype, const GemmArgs &a, cudaStream_t s);
+bool lowrank_rows(int dtype, const GemmArgs &a, float scale, cudaStream_t s);
+void lowrank_scale(int dtype, void *rows, int64_t n, float by, cudaStream_t s); // of n elements
 bool lowrank_grad(int dtype, const GemmArgs &a, cudaStream_t s);
 
 // act.cu

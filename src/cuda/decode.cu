@@ -185,7 +185,7 @@ template <class T> __global__ void __launch_bounds__(DECODE_THREADS, 4) decode_l
     const Weights<T> w = {(const T *)low.a, low.a_g, low.a_r, 0, (int)(second ? a.I : a.H), low.rank, warp, warps};
     const auto token = [&](int slot) { return second ? (const T *)a.a + slot * a.I : (const T *)a.x + slot / a.k * a.x_r; };
     multiply<1, 4, 2, false, ANY>(w, NoLists(), NoAdapter(), h, token, [] { depend_wait(); }, [&](int slot, int row, const float (&v)[1]) {
-        if (threadIdx.x % 32 == 0) ((T *)low.rows)[slot * low.rank + row] = from_float<T>(v[0]);
+        if (threadIdx.x % 32 == 0) ((T *)low.rows)[slot * low.rank + row] = from_float<T>(v[0] * low.scale);
     });
 }
 
@@ -301,10 +301,10 @@ static bool alike(const fmoe_tensor *list, int64_t E, int64_t r) // rows of unit
     return true;
 }
 
-static bool make_low(DecodeLow &low, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, const void *rows)
+static bool make_low(DecodeLow &low, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, float scale, const void *rows)
 {
     if (!rank) return true;
-    low = {fmoe_data(a), fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1), fmoe_stride(b, 0), fmoe_stride(b, 1), (void *)rows, (int)rank};
+    low = {fmoe_data(a), fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1), fmoe_stride(b, 0), fmoe_stride(b, 1), (void *)rows, (int)rank, fmoe_lora_scale(scale)};
     const bool lie = fmoe_stride(a, 2) == 1 && fmoe_stride(b, 2) == 1 && (low.a_g | low.a_r | low.b_g | low.b_r) % 8 == 0;
     return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)low.a | (uintptr_t)low.b) % 16 == 0;
 }
@@ -339,7 +339,7 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.w2_g = list ? 0 : fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? row : 2);
     const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
     if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
-    if (!make_low(a.low[0], p->d.rank1, w.lora_a1, w.lora_b1, scratch.low[0]) || !make_low(a.low[1], p->d.rank2, w.lora_a2, w.lora_b2, scratch.low[1])) return false;
+    if (!make_low(a.low[0], p->d.rank1, w.lora_a1, w.lora_b1, w.lora_scale1, scratch.low[0]) || !make_low(a.low[1], p->d.rank2, w.lora_a2, w.lora_b2, w.lora_scale2, scratch.low[1])) return false;
     Lists lists[2];
     if (list || low) {
         const fmoe_tensor *const beside = list && p->gated ? w.up : nullptr; // else W1's second row is further on in the same matrix

@@ -17,12 +17,13 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_
 
 static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
 
-// An adapter adds (x A^T) B^T; A is [E, rank, in], B [E, out, rank], the rows of both of unit stride.
+// An adapter adds scale (x A^T) B^T; A is [E, rank, in], B [E, out, rank], the rows of both of unit stride.
 struct DecodeLow {
     const void *a, *b;
     int64_t a_g, a_r, b_g, b_r;
-    void *rows; // x A^T, [R, rank]
+    void *rows; // scale x A^T, [R, rank]
     int rank;   // 0: there is none
+    float scale;
 };
 
 struct DecodeArgs {

@@ -357,7 +357,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const int64_t ldx = fmoe_stride(a->x, 0);
     const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
     const bool fused = apart || up_pairs_ok(l, x, ldx, w1, b1, low1);
-    if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, f.l1);
+    if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, f.l1);
     if (fused) {
         up_fused(l, x, ldx, w1, b1, low1, h, f.a);
     } else {
@@ -368,7 +368,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         act_forward(l.dtype, p->gated, act, l.stream);
         l.begin = SM90_AFTER;
     }
-    if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, f.l2);
+    if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, a->w.lora_scale2, f.l2);
     down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), low2, f.y);
     const View probs = view(a->weights);
     combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
@@ -427,7 +427,7 @@ static void factor_grads(Layer &l, const fmoe_experts_args *a, const Backward &b
     const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)}, dout = {fmoe_data(a->dout), l.H, fmoe_stride(a->dout, 0)};
     const Rows dh = {b.dh, l.HC, l.HC}, pa = {b.pa, l.I, l.I};
     if (second && dw->lora_b2) {
-        low_product(l, pa, false, factor_weight(w->lora_a2), false, b.l2);
+        low_product(l, pa, false, factor_weight(w->lora_a2), false, w->lora_scale2, b.l2);
         low_grad(l, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2), add);
     }
     if (second && dw->lora_a2) low_grad(l, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2), add);
@@ -476,11 +476,11 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
-            if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, b.l1);
+            if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, b.l1);
             if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, low1, h, b.pa);
             else up_product(l, x, ldx, w1, b1, low1, h);
         }
-        if (p->d.rank2) low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, b.m2);
+        if (p->d.rank2) low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, a->w.lora_scale2, b.m2);
         if (fused_dh) {
             parts = dh_fused(l, dout, ldd, w2, back2, h, b.dh, b.pa, b.dp);
         } else {
@@ -499,7 +499,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (any_low2) factor_grads(l, a, b, add, true);
     if (any_dw1 && !borrow) FMOE_TRY(weight_grads(l, p, a, b, add, false));
     const bool through1 = p->d.rank1 && (a->dx || dw->lora_a1);
-    if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, b.m1);
+    if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, a->w.lora_scale1, b.m1);
     if (any_low1) factor_grads(l, a, b, add, false);
     if (a->dx) {
         if (!any_dw1 || borrow || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go

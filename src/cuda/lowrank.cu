@@ -2,7 +2,7 @@
 // lowrank.cu - the products of adapters whose result is as narrow as their rank, for which the tiles of the others are too wide. Both are
 // bound by reading the rows of the layer once. A ring of stages by cp.async; in shared memory 16-byte pieces are swizzled.
 //
-//   rows: low = rows x factor      D[r, j]    = sum over k of A[r, k] F[e(r)][j, k]
+//   rows: low = rows x factor      D[r, j]    = scale x sum over k of A[r, k] F[e(r)][j, k]
 //   grad: of a factor              D[e][m, j] = sum over the expert's rows of A[r, m] L[r, j], or its transpose
 //
 // The wide rows may be gathered.
@@ -28,6 +28,7 @@ struct LowRows {
     void *out;
     int64_t ldo;
     RowMap map;
+    float scale;
 };
 
 template <int NR> struct RowsShape {
@@ -109,8 +110,23 @@ template <class T, int NR, bool F_N> __global__ void __launch_bounds__(128) rows
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int row = warp * 16 + lane / 4 + i / 2 * 8, col = 8 * j + lane % 4 * 2 + i % 2;
-            if (row < rows && col < g.rank) ((T *)g.out)[(at.y + row) * g.ldo + col] = from_float<T>(acc[j][i]);
+            if (row < rows && col < g.rank) ((T *)g.out)[(at.y + row) * g.ldo + col] = from_float<T>(acc[j][i] * g.scale);
         }
+}
+
+// The rows of a product that another kernel made.
+template <class T> __global__ void scale_kernel(T *rows, int64_t n, float by)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) rows[i] = from_float<T>(to_float(rows[i]) * by);
+}
+
+void lowrank_scale(int dtype, void *rows, int64_t n, float by, cudaStream_t s)
+{
+    const unsigned blocks = (unsigned)fmoe_min(fmoe_ceil_div(n, 1024), 1 << 12);
+    if (n == 0 || by == 1) return;
+    if (dtype == FMOE_F32) scale_kernel<<<blocks, 256, 0, s>>>((float *)rows, n, by);
+    else if (dtype == FMOE_BF16) scale_kernel<<<blocks, 256, 0, s>>>((bf16 *)rows, n, by);
+    else scale_kernel<<<blocks, 256, 0, s>>>((f16 *)rows, n, by);
 }
 
 // ---- grad ----
@@ -227,7 +243,7 @@ template <class T> static void run_rows(const LowRows &a, bool f_n, unsigned til
     else run_rows<T, 64>(a, f_n, tiles, s);
 }
 
-bool lowrank_rows(int dtype, const GemmArgs &g, cudaStream_t s)
+bool lowrank_rows(int dtype, const GemmArgs &g, float scale, cudaStream_t s)
 {
     if (dtype == FMOE_F32 || !g.map_value.off || g.N > 64 || g.K % 8 || !even(g.A) || g.D.c != 1) return false;
     const bool f_n = g.b_rows_are_k ? g.B.c == 1 : g.B.r == 1 && g.B.c != 1;
@@ -236,7 +252,7 @@ bool lowrank_rows(int dtype, const GemmArgs &g, cudaStream_t s)
     if (!even(f) || (f_n && g.N % 8)) return false;
     const int64_t tiles = fmoe_cuda_tiles(g.R, g.E, ROWS);
     if (tiles == 0) return true;
-    const LowRows a = {(const char *)g.A.p, g.A.r * 2, g.gather_a, (const char *)f.p, f.g * 2, f.r * 2, g.K, (int)g.N, g.D.p, g.D.r, g.map_value};
+    const LowRows a = {(const char *)g.A.p, g.A.r * 2, g.gather_a, (const char *)f.p, f.g * 2, f.r * 2, g.K, (int)g.N, g.D.p, g.D.r, g.map_value, scale};
     if (dtype == FMOE_BF16) run_rows<bf16>(a, f_n, (unsigned)tiles, s);
     else run_rows<f16>(a, f_n, (unsigned)tiles, s);
     return true;

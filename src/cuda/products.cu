@@ -236,9 +236,14 @@ void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void
     rows_product(l, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, low, Rows{dxr, l.H, l.H});
 }
 
-void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, const Rows &out)
+void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale, const Rows &out)
 {
-    if (!lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), l.stream)) rows_product(l, x, gathered, factor, rows_k, Bias{}, Low{}, out);
+    const float by = fmoe_lora_scale(scale);
+    if (lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), by, l.stream)) return;
+    rows_product(l, x, gathered, factor, rows_k, Bias{}, Low{}, out);
+    if (by == 1) return;
+    lowrank_scale(l.dtype, (void *)out.p, l.rows * out.ld, by, l.stream);
+    l.begin = SM90_AFTER;
 }
 
 // ---- Fused ----

@@ -152,6 +152,8 @@ static inline layer layer_make(layer_case c)
                                       {&l.a.w.lora_a1, &l.a.w.lora_b1, &l.a.w.lora_a2, &l.a.w.lora_b2, &l.a.dw.lora_a1,
                                        &l.a.dw.lora_b1, &l.a.dw.lora_a2, &l.a.dw.lora_b2}};
     const int64_t shape[4][2] = {{c.rank1, c.H}, {hc, c.rank1}, {c.rank2, c.I}, {c.H, c.rank2}};
+    l.r.w.lora_scale1 = l.a.w.lora_scale1 = c.rank1 > 2 ? 1.5f : 0;
+    l.r.w.lora_scale2 = l.a.w.lora_scale2 = c.rank2 % 3 ? -0.6f : 1;
     for (int i = 0; i < 8; i++) {
         if (!(i % 4 < 2 ? c.rank1 : c.rank2)) continue;
         fmoe_tensor *t = tensor_random(layer_weight(&c, i < 4 ? c.dtype : grad, c.E, shape[i % 4][0], shape[i % 4][1]),

@@ -211,6 +211,7 @@ static void run_case(const Case &c)
     Factors low, dlow;
     low.init(c, p.ref.gated, c.dtype, c.turned);
     dlow.init(c, p.ref.gated, c.gtype, c.turned >> 1);
+    const float scales[] = {0, 1, 2, 0.3f, -1.7f}, scale[2] = {scales[pick(0, 4)], scales[pick(0, 4)]}; // 0 means 1
     for (int i : low.there) {
         const double s = 1 / sqrt((double)low.t[i].size(2));
         low.t[i].fill([&] { return s * normal(); });
@@ -242,6 +243,7 @@ static void run_case(const Case &c)
         a.x = at(x), a.ids = at(ids), a.weights = at(pr);
         a.w = w.get(side, bias, true, true);
         low.put(a.w, side, 15);
+        a.w.lora_scale1 = scale[0], a.w.lora_scale2 = scale[1];
         a.saved = side ? p.dev_saved : p.ref_saved.data();
         a.saved_bytes = side ? p.dev_saved_bytes : p.ref_saved.size();
         if (!backward) a.out = at(out);

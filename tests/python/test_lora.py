@@ -59,7 +59,8 @@ def both(model, calls=None):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("form", ["stacked", "transposed", "list", "interleaved"])
-def test_layer_is_the_merged_layer(dtype, form):
+@pytest.mark.parametrize("scales", [(), (0.5, -2.0), (1.5, 0.0)])
+def test_layer_is_the_merged_layer(dtype, form, scales):
     T, H, I, E, k = 9, 6, 5, 4, 2
     flags = {"transposed": ops.TRANSPOSED, "list": ops.LIST, "interleaved": ops.INTERLEAVED}.get(form, 0)
     w1, w2, x = torch.randn(E, 2 * I, H, dtype=dtype), torch.randn(E, H, I, dtype=dtype), torch.randn(T, H, dtype=dtype)
@@ -73,13 +74,32 @@ def test_layer_is_the_merged_layer(dtype, form):
             return [*up[:, :I], *up[:, I:], *down]
         return [t.transpose(1, 2).contiguous() if form == "transposed" else t for t in (up, down)]
 
-    out = fusedmoe.experts(x, ids, p, stored(w1, w2), flags=flags, lora=((a1, b1), (a2, b2)))
-    want = fusedmoe.experts(x, ids, p, stored(w1 + b1 @ a1, w2 + b2 @ a2), flags=flags)
+    s1, s2 = scales or (1.0, 1.0)
+    out = fusedmoe.experts(x, ids, p, stored(w1, w2), flags=flags, lora=((a1, b1, *scales[:1]), (a2, b2, *scales[1:])))
+    want = fusedmoe.experts(x, ids, p, stored(w1 + s1 * b1 @ a1, w2 + s2 * b2 @ a2), flags=flags)
     dout = torch.randn_like(out)
     bound = 1e-12 if dtype == torch.float64 else 2e-6
     assert rel(out, want) < bound
     for got, grad in zip(torch.autograd.grad(out, lora, dout), torch.autograd.grad(want, lora, dout), strict=True):
-        assert rel(got, grad) < 2 * bound
+        assert rel(got, grad) < 2 * bound if grad.any() else not got.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_wide_factors_are_not_rounded(dtype):
+    """PEFT keeps adapters in float32 beside weights of 16 bits: their gradients are those of the layer's dtype before rounding."""
+    T, H, I, E, k, rank = 64, 48, 32, 4, 2, 8
+    x, w = torch.randn(T, H, dtype=dtype), [torch.randn(s, dtype=dtype) / s[2] ** 0.5 for s in ((E, 2 * I, H), (E, H, I))]
+    ids, p = torch.randint(E, (T, k)), torch.rand(T, k)
+    narrow = [torch.randn(s, dtype=dtype) for s in ((E, rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank))]
+
+    def gradients(f):
+        f = [t.detach().requires_grad_() for t in f]
+        fusedmoe.experts(x, ids, p, w, lora=((*f[:2], 0.25), (*f[2:], 0.25))).sum().backward()
+        return [t.grad for t in f]
+
+    for wide, short in zip(gradients([t.float() for t in narrow]), gradients(narrow), strict=True):
+        assert wide.dtype == torch.float32 and short.dtype == dtype
+        assert torch.equal(wide.to(dtype), short) and not torch.equal(wide, short.float())
 
 
 def test_gradcheck():

@@ -245,7 +245,7 @@ def test_layouts_are_made_to_fit():
     finally:
         _core.use_exchange(was)
     plan = ops._experts_plan(x, ids, [w1, w2], 0, 0, 0.0, 0.0)
-    run = lambda flags, w: _core.run(_core.EXPERTS_FORWARD, plan, flags, None, T, x, ids, p, w, torch.empty_like(x), None)  # noqa: E731
+    run = lambda flags, w: _core.run(_core.EXPERTS_FORWARD, plan, flags, None, T, x, ids, p, w, torch.empty_like(x), *3 * [None])  # noqa: E731
     run(0, [w1, w2])
     with pytest.raises(ValueError, match="fewer weights"):
         run(ops.LORA1, [w1])

@@ -47,11 +47,11 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
     do. Copies, for one call only: autograd keeps what was given, which is the parameters themselves. And what operators take last."""
     if not scales:
         return w, []
-    n = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0)
-    turned = 1 if x.is_cuda and flags & ops.TRANSPOSED else 2
-    factors = [t.transpose(turned, 2).to(x.dtype) for t in w[n:]]
-    lie = [t if t.stride(2) == 1 or (x.is_cpu and t.stride(1) == 1) else t.contiguous() for t in factors]
-    return [*w[:n], *(t.transpose(turned, 2) for t in lie)], [scales]
+    n, dtype, cpu = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0), x.dtype, x.is_cpu
+    along = 1 if x.is_cuda and flags & ops.TRANSPOSED else 2  # the dimension whose elements are neighbours
+    cast = [t if t.dtype == dtype else t.to(dtype) for t in w[n:]]
+    lie = [t.stride(along) == 1 or (cpu and t.stride(1) == 1) for t in cast]
+    return [*w[:n], *(t if yes else t.transpose(along, 2).contiguous().transpose(along, 2) for t, yes in zip(cast, lie))], [scales]
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True

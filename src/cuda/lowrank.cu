@@ -108,9 +108,12 @@ template <class T, int NR, bool F_N> __global__ void __launch_bounds__(128) rows
 #pragma unroll
     for (int j = 0; j < NR / 8; j++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = warp * 16 + lane / 4 + i / 2 * 8, col = 8 * j + lane % 4 * 2 + i % 2;
-            if (row < rows && col < g.rank) ((T *)g.out)[(at.y + row) * g.ldo + col] = from_float<T>(acc[j][i] * g.scale);
+        for (int i = 0; i < 2; i++) {
+            const int row = warp * 16 + lane / 4 + i * 8, col = 8 * j + lane % 4 * 2;
+            T *const to = (T *)g.out + (at.y + row) * g.ldo + col;
+            __align__(4) const T two[2] = {from_float<T>(acc[j][2 * i] * g.scale), from_float<T>(acc[j][2 * i + 1] * g.scale)};
+            if (row < rows && col + 1 < g.rank) *(uint32_t *)to = *(const uint32_t *)two;
+            else if (row < rows && col < g.rank) *to = two[0];
         }
 }
 
@@ -131,7 +134,8 @@ void lowrank_scale(int dtype, void *rows, int64_t n, float by, cudaStream_t s)
 
 // ---- grad ----
 //
-// A block has 128 columns of the rows, a warp 32 of them, and all of an expert's rows, 32 at a time.
+// A block has 128 columns of the rows, a warp 32 of them, and all of an expert's rows, 64 at a time. The tokens of gathered rows are asked
+// for a step before: waiting for them took a third of the time. Results go through shared memory, to be stored in pieces of 4 neighbours.
 
 struct LowGrad {
     const char *x;
@@ -143,13 +147,23 @@ struct LowGrad {
     int rank;
     void *d;
     int64_t d_g, d_m, d_j; // elements
-    int f32, add;
+    int f32, add, pieces; // pieces: 4 neighbours are aligned as one
     RowMap map;
 };
 
 template <int NR> struct GradShape {
-    static constexpr int STAGES = 4, DEPTH = 32, COLS = 128, A_BYTES = DEPTH * COLS * 2, BYTES = A_BYTES + DEPTH * NR * 2, SMEM = STAGES * BYTES;
+    static constexpr int STAGES = 2, DEPTH = 64, COLS = 128, A_BYTES = DEPTH * COLS * 2, BYTES = A_BYTES + DEPTH * NR * 2, SMEM = STAGES * BYTES;
 };
+
+template <class T> DEV void store_piece(void *d, bool f32, int64_t to, float4 v)
+{
+    if (f32) {
+        *(float4 *)((float *)d + to) = v;
+        return;
+    }
+    __align__(8) T four[4] = {from_float<T>(v.x), from_float<T>(v.y), from_float<T>(v.z), from_float<T>(v.w)};
+    *(uint2 *)((T *)d + to) = *(const uint2 *)four;
+}
 
 template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(const __grid_constant__ LowGrad g)
 {
@@ -162,6 +176,15 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
     const uint32_t base = smem_u32(smem);
     const int steps = (rows + DEPTH - 1) / DEPTH, c = thread % 16, r = thread / 16; // 16 pieces a row, 8 rows at a time
     const bool inside = m0 + c * 8 < g.M;
+    int token[DEPTH / 8]; // of the rows that are loaded next
+    auto ask = [&](int step) {
+#pragma unroll
+        for (int i = 0; i < DEPTH / 8; i++) {
+            const int row = step * DEPTH + r + 8 * i;
+            token[i] = row < rows ? g.gather ? g.gather[row0 + row] : row0 + row : 0;
+        }
+    };
+    ask(0);
     auto load = [&](int step) {
         if (step < steps) {
             const uint32_t to = base + step % STAGES * S::BYTES;
@@ -169,7 +192,7 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
             for (int i = 0; i < DEPTH / 8; i++) {
                 const int line = r + 8 * i, row = step * DEPTH + line;
                 const bool there = inside && row < rows;
-                const int64_t from = there ? g.gather ? g.gather[row0 + row] : row0 + row : 0;
+                const int64_t from = token[i];
                 cp_async16(to + line * 256 + ((c ^ (line & 7)) << 4), there ? g.x + from * g.ldx + (m0 + c * 8) * 2 : g.x, there);
             }
             for (int i = thread; i < DEPTH * P; i += 128) {
@@ -178,6 +201,7 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
                 cp_async16(to + A_BYTES + narrow_at<P>(line, piece),
                        there ? g.l + (row0 + row) * g.ldl + piece * 16 : g.l, there);
             }
+            ask(step + 1);
         }
         cp_async_commit();
     };
@@ -211,18 +235,32 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
         }
     }
     cp_async_wait<0>();
-    const int type = g.f32 ? FMOE_F32 : std::is_same_v<T, bf16> ? FMOE_BF16 : FMOE_F16;
+    __syncthreads();
+    float *const staged = (float *)smem; // lines of what lies side by side in the factor: of j, or of columns
+    const bool by_j = g.d_j == 1;
+    const int pitch = (by_j ? NR : S::COLS) + 4;
 #pragma unroll
     for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int j = 0; j < NR / 8; j++)
 #pragma unroll
             for (int q = 0; q < 4; q++) {
-                const int64_t m = m0 + warp * 32 + i * 16 + lane / 4 + q / 2 * 8, n = 8 * j + lane % 4 * 2 + q % 2;
-                if (m >= g.M || n >= g.rank) continue;
-                const int64_t to = e * g.d_g + m * g.d_m + n * g.d_j;
-                store_float(g.d, type, to, acc[i][j][q] + (g.add ? load_float(g.d, type, to) : 0.f));
+                const int m = warp * 32 + i * 16 + lane / 4 + q / 2 * 8, n = 8 * j + lane % 4 * 2 + q % 2;
+                staged[by_j ? m * pitch + n : n * pitch + m] = acc[i][j][q];
             }
+    __syncthreads();
+    const int cols = (int)(g.M - m0 < S::COLS ? g.M - m0 : S::COLS), lines = by_j ? cols : g.rank, length = by_j ? g.rank : cols;
+    const int64_t between = by_j ? g.d_m : g.d_j, beside = by_j ? g.d_j : g.d_m;
+    const int type = g.f32 ? FMOE_F32 : std::is_same_v<T, bf16> ? FMOE_BF16 : FMOE_F16, per_line = (by_j ? NR : S::COLS) / 4;
+    for (int i = thread; i < lines * per_line; i += 128) {
+        const int line = i / per_line, at = i % per_line * 4;
+        const float *const v = staged + line * pitch + at;
+        const int64_t to = e * g.d_g + m0 * g.d_m + line * between + at * beside;
+        if (g.pieces && !g.add && at + 4 <= length) store_piece<T>(g.d, g.f32, to, *(const float4 *)v);
+        else
+            for (int c = 0; c < 4 && at + c < length; c++)
+                store_float(g.d, type, to + c * beside, v[c] + (g.add ? load_float(g.d, type, to + c * beside) : 0.f));
+    }
 }
 
 // ---- Choice ----
@@ -262,6 +300,7 @@ template <class T, int NR> static void run_grad(const LowGrad &a, int64_t E, cud
 {
     typedef GradShape<NR> S;
     static_assert(S::SMEM <= 48 * 1024, "no opt-in is asked for");
+    static_assert((S::COLS + 4) * (NR + 4) * (int)sizeof(float) <= S::SMEM, "the result fits");
     grad_kernel<T, NR><<<dim3((unsigned)((a.M + S::COLS - 1) / S::COLS), (unsigned)E), 128, S::SMEM, s>>>(a);
 }
 
@@ -279,8 +318,10 @@ bool lowrank_grad(int dtype, const GemmArgs &g, cudaStream_t s)
     const int64_t M = right ? g.M : g.N;
     if (dtype == FMOE_F32 || !g.map_value.off || !(right || left) || M % 8 || !even(x) || !even(l) || d.list || d.split < INT64_MAX) return false;
     if (M == 0) return true;
+    const int64_t far = d.c == 1 ? d.r : d.c;
+    const int pieces = (d.c == 1 || d.r == 1) && (d.g | far) % 4 == 0 && (uintptr_t)d.p % (g.out_f32 ? 16 : 8) == 0;
     const LowGrad a = {(const char *)x.p, x.r * 2, right ? g.gather_a : g.gather_b, (const char *)l.p, l.r * 2, M, (int)(right ? g.N : g.M),
-                       d.p, d.g, right ? d.r : d.c, right ? d.c : d.r, g.out_f32, g.accumulate, g.map_value};
+                       d.p, d.g, right ? d.r : d.c, right ? d.c : d.r, g.out_f32, g.accumulate, pieces, g.map_value};
     if (dtype == FMOE_BF16) run_grad<bf16>(a, g.E, s);
     else run_grad<f16>(a, g.E, s);
     return true;

@@ -102,6 +102,27 @@ def test_gradients_of_wide_factors_are_not_rounded(dtype):
         assert torch.equal(wide.to(dtype), short) and not torch.equal(wide, short.float())
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_with_scales(dynamic):
+    """Sizes and scales that change: the same bits, and gradients in the dtype of the factors."""
+    E, H, I, rank = 4, 16, 8, 4
+    w = [torch.randn(E, 2 * I, H, dtype=torch.bfloat16), torch.randn(E, H, I, dtype=torch.bfloat16)]
+    lora = [torch.randn(s, requires_grad=True) for s in ((E, rank, H), (E, 2 * I, rank), (E, rank, I), (E, H, rank))]
+
+    def layer(x, ids, p, scale):
+        return autograd.experts(x, ids, p, w, lora=((*lora[:2], scale), (*lora[2:], 0.5)))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for T, scale in ((5, 0.25), (7, 2.0)):
+        given = torch.randn(T, H, dtype=torch.bfloat16, requires_grad=True), torch.randint(E, (T, 2)), torch.rand(T, 2), scale
+        outs = [f(*given) for f in (layer, compiled)]
+        grads = [torch.autograd.grad(out.sum(), [given[0], *lora]) for out in outs]
+        assert torch.equal(*outs)
+        for ours, theirs in zip(*grads, strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
 def test_gradcheck():
     x, ids = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randint(4, (5, 2))  # id 3 = E skips
     p = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)

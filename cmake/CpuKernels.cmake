@@ -3,7 +3,7 @@
 # no instruction of a level runs on a CPU without it. Files *_tmpl.c (rows, epilogues, a router's softmax) are compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
-            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c
+            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c src/cpu/adapters.c
             src/cpu/packed.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c src/cpu/ref.c
             src/cpu/ref_route.c src/cpu/ref_experts.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)

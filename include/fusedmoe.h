@@ -372,8 +372,9 @@ FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_a
  *
  * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_scale1 lora_b1[e] . lora_a1[e] is added to W1[e] and
  * the like to W2[e], without either sum being made: h = x . W1^T + lora_scale1 (x . A1^T) . B1^T. Adapters are stacks
- * beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups). W is frozen where
- * its gradient is NULL, and then costs nothing in the backward but dx. */
+ * beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups). Their factors are
+ * of the plan's dtype or, on the CPU, f32, and are rounded to it then. W is frozen where its gradient is NULL, and then
+ * costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;      /* [E,2I] */

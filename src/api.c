@@ -349,7 +349,8 @@ static int weight_args(fmoe_arg *args, const call *c, const fmoe_weights *w, con
     const bool shared = names->shared, bias = (p->d.flags & FMOE_BIAS) != 0;
     const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC,
                        I = shared ? AXIS_SHARED_I : AXIS_I;
-    const int types = names->grad ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN, bias_types = TYPE_PLAN | TYPE_WIDE;
+    const int types = names->grad || p->backend->wide_factors ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* of factors */
+    const int bias_types = TYPE_PLAN | TYPE_WIDE;
     const int need = names->grad ? ARG_OPTIONAL_OUT : ARG_IN;
     int n = matrix_args(args, p, w, names, need | (w->packed && c->pass == FMOE_FORWARD ? ARG_OPTIONAL : 0));
     if (!is_list(w)) {

@@ -16,7 +16,7 @@
 
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 4u /* changes with any struct in this file */
+#define FMOE_BACKEND_VERSION 5u /* changes with any struct in this file */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -47,6 +47,7 @@ typedef struct fmoe_backend {
     bool lora; /* experts takes adapters (rank1, rank2); else lora.c composes it from the others and: */
     /* t *= by: a compact tensor of the plan's dtype, in the workspace of a grouped matmul's forward. */
     fmoe_status (*scale)(const fmoe_plan_impl *, const fmoe_tensor *t, float by, const fmoe_run *);
+    bool wide_factors; /* adapters in f32 beside 16 bits */
 
     /* Packed weights of experts plans; NULL, all three: none. bytes 0: this plan reads weights as they are stored. The
      * check: is this buffer one of the plan's (name: the argument's)? */

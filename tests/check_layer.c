@@ -151,7 +151,11 @@ check_layer layer_make(const fmoe_desc *d, int64_t T, int layout)
     for (int i = 0; i < 4; i++) {
         const int64_t rows = lora_rows(&l, i), cols = lora_cols(&l, i);
         l.lora[i] = check_stack(dtype, E, rows, cols, layout >> i & 1);
-        if (layer_rank(&l, i)) check_fill(l.lora[i], 2.5 / sqrt((double)cols));
+        if (!layer_rank(&l, i)) continue;
+        const fmoe_tensor *narrow = check_fill(l.lora[i], 2.5 / sqrt((double)cols));
+        if (!(layout & LAYER_WIDE_FACTOR) || (i ^ layout) & 1) continue;
+        l.lora[i] = check_stack(FMOE_F32, E, rows, cols, layout >> i & 2);
+        for (int64_t j = 0; j < E * rows * cols; j++) check_set(l.lora[i], j, check_get(narrow, j));
     }
     static const float scales[] = {0, 1, 2, 0.3f, -1.7f};
     for (int i = 0; i < 2; i++) l.scale[i] = scales[check_below(5)];
@@ -398,8 +402,9 @@ static int64_t draw_T(const fmoe_desc *d, int64_t index)
 
 static void check_experts(const fmoe_desc d, int64_t T)
 {
-    check_layer l = layer_make(
-        &d, T, (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST) | (check_below(4) ? 0 : LAYER_MIXED)));
+    check_layer l = layer_make(&d, T,
+                               (int)(check_below(256) | (check_below(4) ? 0 : LAYER_GRAD_LIST) |
+                                     (check_below(4) ? 0 : LAYER_MIXED) | (check_below(2) ? 0 : LAYER_WIDE_FACTOR)));
     const bool add_out = check_below(4) == 0, accumulate = check_below(3) == 0, add_dx = check_below(4) == 0;
     check_note("T=%" PRId64 " H=%" PRId64 " I=%" PRId64 " E=%" PRId64 " k=%" PRId64 " rank=%" PRId64 ",%" PRId64
                " dtype=%d act=%d flags=%u layout=%d add=%d%d%d",

@@ -15,8 +15,9 @@ enum {                       /* how the tensors lie */
        LAYER_GRAD_TURNED = 64, /* gradients in the other orientation than the weights */
        LAYER_WIDE_BIAS = 128,
        LAYER_GRAD_LIST =
-           256,          /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
-       LAYER_MIXED = 512 /* in lists of weights: one matrix [out,in], the next [in,out] */
+           256,           /* gradients in the other form than the weights: lists beside stacks or stacks beside lists */
+       LAYER_MIXED = 512, /* in lists of weights: one matrix [out,in], the next [in,out] */
+       LAYER_WIDE_FACTOR = 1024 /* every second factor of adapters in f32, of values that the plan's dtype has */
 };
 
 typedef struct check_layer {

@@ -18,8 +18,9 @@ static fmoe_desc draw_desc(void)
 static check_layer draw_layer(void)
 {
     const fmoe_desc d = draw_desc();
-    check_layer l = layer_make(&d, check_quick ? CHECK_PICK(1, 7, 20) : CHECK_PICK(1, 2, 7, 40, 70, 130),
-                               (int)(check_below(256) | (check_below(4) ? 0 : LAYER_MIXED)));
+    check_layer l = layer_make(
+        &d, check_quick ? CHECK_PICK(1, 7, 20) : CHECK_PICK(1, 2, 7, 40, 70, 130),
+        (int)(check_below(256) | (check_below(4) ? 0 : LAYER_MIXED) | (check_below(2) ? 0 : LAYER_WIDE_FACTOR)));
     layer_note(&l);
     return l;
 }

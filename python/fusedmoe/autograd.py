@@ -49,7 +49,8 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
         return w, []
     n, dtype, cpu = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0), x.dtype, x.is_cpu
     along = 1 if x.is_cuda and flags & ops.TRANSPOSED else 2  # the dimension whose elements are neighbours
-    cast = [t if t.dtype == dtype else t.to(dtype) for t in w[n:]]
+    wide = torch.float32 if cpu and dtype.itemsize == 2 else dtype  # which the library narrows itself, for experts that have rows
+    cast = [t if t.dtype in (dtype, wide) else t.to(dtype) for t in w[n:]]
     lie = [t.stride(along) == 1 or (cpu and t.stride(1) == 1) for t in cast]
     return [*w[:n], *(t if yes else t.transpose(along, 2).contiguous().transpose(along, 2) for t, yes in zip(cast, lie))], [scales]
 
@@ -105,7 +106,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
             a, b, scale = (*factors, 1.0)[:3]
             scales[i] = scale or 1.0  # 0 would mean 1 to the library
             w, flags = [*w, a, b if scale else b * 0.0], flags | (ops.LORA1, ops.LORA2)[i]
-    if scales and dtype.itemsize == 2 and (x.is_cpu or x.is_cuda) and any(t.dtype == torch.float32 for t in w):
+    if scales and dtype.itemsize == 2 and x.is_cuda and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))

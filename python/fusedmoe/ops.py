@@ -31,7 +31,7 @@ SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
 INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED, BORROW_DW1 = (1 << bit for bit in range(9))
 _REPLAY = 8  # of fmoe_run
 # flags of this module and of _core: how `w` is given
-LIST, TRANSPOSED, LORA1, LORA2, _UNGATED, WIDE_FACTORS = (1 << bit for bit in range(16, 22))  # WIDE_FACTORS: their gradients in float32
+LIST, TRANSPOSED, LORA1, LORA2, _UNGATED, WIDE_FACTORS = (1 << bit for bit in range(16, 22))  # WIDE_FACTORS: their gradients are float32
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _DEVICES = {"cpu": 1, "meta": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1

@@ -361,6 +361,7 @@ const fmoe_backend fmoe_backend_cpu = {
     .activation = {fmoe_cpu_activation_forward, fmoe_cpu_activation_backward},
     .experts = {fmoe_cpu_experts_forward, fmoe_cpu_experts_backward},
     .lora = true,
+    .wide_factors = true,
     .packed_bytes = fmoe_cpu_packed_bytes,
     .pack = fmoe_cpu_pack,
     .packed_check = fmoe_cpu_packed_check,

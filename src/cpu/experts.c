@@ -34,48 +34,6 @@ fmoe_stack fmoe_w2_stack(const fmoe_weights *w)
     return (fmoe_stack){.t = t, .list = w->down != NULL, .dtype = t ? fmoe_tensor_dtype(t) : 0};
 }
 
-/* ---- adapters ---- */
-
-fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap)
-{
-    return (fmoe_stack){.t = factor, .swap = swap, .dtype = factor ? fmoe_tensor_dtype(factor) : 0};
-}
-
-typedef struct through_ctx {
-    const fmoe_cpu_plan *cpu;
-    char *l;
-    int64_t rank;
-    float scale;
-} through_ctx;
-
-static void through_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
-{
-    (void)e;
-    const through_ctx *x = ctx;
-    const int64_t element = (int64_t)fmoe_dtype_size(x->cpu->work_type);
-    for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
-        for (int64_t j = 0; j < n; j++) c[j] *= x->scale;
-        fmoe_store_row(&x->cpu->k, x->cpu->work_type, x->l + ((row + i) * x->rank + n0) * element, c, n);
-    }
-}
-
-fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
-                       const fmoe_tensor *factor, bool swap, float scale, void *l)
-{
-    through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1], fmoe_lora_scale(scale)};
-    const fmoe_in_job job = {.p = p,
-                             .cpu = fmoe_cpu(p),
-                             .g = g,
-                             .scratch = scratch,
-                             .a = a,
-                             .w = {fmoe_factor(factor, swap)},
-                             .n_w = 1,
-                             .finish = through_finish,
-                             .ctx = &ctx};
-    fmoe_multiply_in(&job);
-    return fmoe_rows_buffer(l, ctx.rank, fmoe_cpu(p)->work_type);
-}
-
 /* ---- up: h = x . W1^T + b1 (+ l1 . B1^T, l1 = x . A1^T), a = act(h) ---- */
 
 typedef struct up_ctx {
@@ -167,6 +125,7 @@ typedef struct forward_buffers {
     fmoe_scratch *scratch;
     void *a;
     void *l1, *l2; /* [R, rank1], [R, rank2] work type */
+    fmoe_factors factors;
 } forward_buffers;
 
 static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, forward_buffers *b)
@@ -186,14 +145,17 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
     b->a = fmoe_carve_take(c, elements, work);
     b->l1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
     b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
+    fmoe_factors_carve(&b->factors, c, p);
 }
 
-fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
+fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *given, const fmoe_run *run)
 {
+    fmoe_experts_args narrow = *given, *const args = &narrow;
     forward_buffers b;
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_forward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
+    args->w = fmoe_narrow_factors(p, &b.g, &b.factors, &given->w);
     fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
     fmoe_out_job down = {.p = p,
                          .cpu = fmoe_cpu(p),

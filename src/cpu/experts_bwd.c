@@ -25,6 +25,7 @@ typedef struct backward_buffers {
     float *dp_parts; /* [blocks of I, R]: a task writes lines of its own */
     void *l1, *m1;   /* [R, rank1] work type */
     void *l2, *m2;   /* [R, rank2] work type */
+    fmoe_factors factors;
 } backward_buffers;
 
 static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
@@ -58,6 +59,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     b->m1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
     b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
     b->m2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
+    fmoe_factors_carve(&b->factors, c, p);
 }
 
 void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
@@ -233,8 +235,9 @@ static void outer(gradients *all, const fmoe_outer_job *like, fmoe_rows left, in
     all->n++;
 }
 
-fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run)
+fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *given, const fmoe_run *run)
 {
+    fmoe_experts_args narrow = *given, *const args = &narrow;
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     const fmoe_weights *w = &args->w, *dw = &args->dw;
     backward_buffers b;
@@ -242,6 +245,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_backward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
+    args->w = fmoe_narrow_factors(p, &b.g, &b.factors, &given->w);
 
     const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
     if (!b.h) b.h = args->saved;

@@ -97,6 +97,8 @@ def test_gradients_of_wide_factors_are_not_rounded(dtype):
         fusedmoe.experts(x, ids, p, w, lora=((*f[:2], 0.25), (*f[2:], 0.25))).sum().backward()
         return [t.grad for t in f]
 
+    assert torch.equal(fusedmoe.experts(x, ids, p, w, lora=(narrow[:2], narrow[2:])),
+                       fusedmoe.experts(x, ids, p, w, lora=([t.float() for t in narrow[:2]], narrow[2:])))  # fmt: skip
     for wide, short in zip(gradients([t.float() for t in narrow]), gradients(narrow), strict=True):
         assert wide.dtype == torch.float32 and short.dtype == dtype
         assert torch.equal(wide.to(dtype), short) and not torch.equal(wide, short.float())
@@ -121,6 +123,21 @@ def test_compiled_with_scales(dynamic):
         assert torch.equal(*outs)
         for ours, theirs in zip(*grads, strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_factors_are_those_rounded(dtype):
+    T, H, I, E, k, rank = 7, 20, 9, 6, 2, 3
+    x, w = torch.randn(T, H, dtype=dtype), [torch.randn(s, dtype=dtype) for s in ((E, 2 * I, H), (E, H, I))]
+    ids, p = torch.randint(E - 2, (T, k)), torch.rand(T, k)
+    wide = [torch.randn(s) for s in ((E, rank, H), (E, rank, 2 * I), (E, rank, I), (E, H, rank))]
+    wide[1] = wide[1].transpose(1, 2)
+    outs = []
+    for f in (wide, [t.to(dtype) for t in wide]):
+        f = [t.detach().requires_grad_() for t in f]
+        outs.append([out := fusedmoe.experts(x, ids, p, w, lora=(f[:2], f[2:])), *torch.autograd.grad(out.sum(), f)])
+    for a, b in zip(*outs, strict=True):
+        assert torch.equal(a.to(dtype), b)
 
 
 def test_gradcheck():

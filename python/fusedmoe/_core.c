@@ -30,8 +30,8 @@
 /* ---- The operations: which field of which struct each Python argument fills ------------------------------ */
 
 /* TENSOR: a tensor, or a list of them, of which an empty one is none. ROWS: the same, its last dimension with unit stride.
- * IDS: the same, int32 or int64, compact. BYTES: void * followed by size_t. INT32, FLOAT: a number. WEIGHTS: fmoe_weights, see take_weights; PLAIN:
- * those of the shared expert, which have no other form. */
+ * IDS: the same, int32 or int64, compact. BYTES: void * followed by size_t. INT32, FLOAT: a number. WEIGHTS: fmoe_weights, see
+ * take_weights; PLAIN: those of the shared expert, which have no other form. */
 enum { TENSOR, ROWS, IDS, BYTES, INT32, FLOAT, WEIGHTS, PLAIN, MAX_SLOTS = 32, MAX_RANK = 8 };
 
 /* Flags beside those of the run: how weights are given. Also in ops.py. */

@@ -104,8 +104,9 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = o
     for i, factors in enumerate(lora):
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
-            scales[i] = scale or 1.0  # 0 would mean 1 to the library
-            w, flags = [*w, a, b if scale else b * 0.0], flags | (ops.LORA1, ops.LORA2)[i]
+            if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
+                b, scale = b * scale, 1.0
+            scales[i], w, flags = scale, [*w, a, b], flags | (ops.LORA1, ops.LORA2)[i]
     if scales and dtype.itemsize == 2 and x.is_cuda and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)

@@ -65,8 +65,8 @@ void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void
 void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
 
-// The way into an adapter, out = scale x factor (0 means 1), rows of `rank` columns; and the gradients of factors, d[e] = x^T y with one side gathered or
-// neither. rows_k: the contraction runs over the factor's rows.
+// The way into an adapter, out = scale x factor (0 means 1), rows of `rank` columns; and the gradients of factors, d[e] = x^T y with one
+// side gathered or neither. rows_k: the contraction runs over the factor's rows.
 void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale, const Rows &out);
 void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int out_f32, int add);
 

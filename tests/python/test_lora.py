@@ -125,6 +125,20 @@ def test_compiled_with_scales(dynamic):
             assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
+def test_wide_gradients_of_narrow_factors():
+    """What CUDA is asked for where factors were cast: float32 for the factors alone."""
+    T, H, I, E, rank = 20, 16, 8, 3, 4
+    w = [torch.randn(s, dtype=torch.bfloat16) for s in ((E, 2 * I, H), (E, H, I), (E, rank, I), (E, H, rank))]
+    x, ids, p = torch.randn(T, H, dtype=torch.bfloat16), torch.randint(E, (T, 2)), torch.rand(T, 2)
+    how = ops.SWIGLU, ops.LORA2, 0.0, 0.0
+    _, saved = ops.experts_forward(x, ids, p, w, *how, [], [0.0, 1.5])
+    short = ops.experts_backward(x, ids, p, w, saved, x, *how, 1 | 4 | 256 | 512, [0.0, 1.5])
+    wide = ops.experts_backward(x, ids, p, w, saved, x, how[0], how[1] | ops.WIDE_FACTORS, *how[2:], 1 | 4 | 256 | 512, [0.0, 1.5])
+    assert [t.dtype for t in wide] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert all(torch.equal(a.bfloat16(), b) for a, b in zip(wide, short, strict=True))
+    assert not torch.equal(wide[2], short[2].float())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_wide_factors_are_those_rounded(dtype):
     T, H, I, E, k, rank = 7, 20, 9, 6, 2, 3

@@ -83,7 +83,7 @@ def _stream(device: torch.device) -> int | None:
 
 
 def _new(like: Tensor, *size: int) -> Tensor:
-    """Memory for a tensor like this one, or for so many bytes: what is large and on the CPU has that of the step before (_pool.c)."""
+    """Memory for a tensor like this one, or for so many bytes: what is large and on the CPU has that of the step before (core/pool.c)."""
     again = _core.empty_like(like, *size) if type(like) in (Tensor, torch.nn.Parameter) and like.is_cpu else None
     return again if again is not None else like.new_empty(size, dtype=torch.uint8) if size else torch.empty_like(like)
 

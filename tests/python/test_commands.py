@@ -71,7 +71,7 @@ def test_free_threaded_python_gets_an_extension_of_its_own():
     compiler, headers = shutil.which("cc"), sysconfig.get_path("include")
     if not compiler or not Path(headers, "Python.h").exists():
         pytest.skip("no compiler, or no headers of Python")
-    command = [compiler, "-E", "-dM", f"-I{headers}", f"-I{ROOT / 'include'}", str(ROOT / "python/fusedmoe/_core.c")]
+    command = [compiler, "-E", "-dM", f"-I{headers}", f"-I{ROOT / 'include'}", str(ROOT / "python/core/module.c")]
     defined = lambda *flags: "#define Py_LIMITED_API " in subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
     assert defined() and not defined("-DPy_GIL_DISABLED=1")
 

@@ -283,8 +283,8 @@ def test_threads_and_forks_without_the_interpreter(what, flags, tmp_path):
     if not cc:
         pytest.skip("no C compiler")
     root, program = here.parents[1], tmp_path / what
-    include = [f"-I{root / folder}" for folder in ("include", "python/fusedmoe")]
-    build = [cc, "-O1", "-g", "-pthread", *flags, *include, str(here / "pool_threads.c"), str(root / "python/fusedmoe/_pool.c")]
+    include = [f"-I{root / folder}" for folder in ("include", "python/core")]
+    build = [cc, "-O1", "-g", "-pthread", *flags, *include, str(here / "pool_threads.c"), str(root / "python/core/pool.c")]
     subprocess.run([*build, "-o", str(program)], check=True)
     run = subprocess.run([str(program), *["forks"] * (what == "forks")], capture_output=True, text=True, timeout=100)
     if "unexpected memory mapping" in run.stderr:

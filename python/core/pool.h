@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pool.h - large blocks of CPU memory that are used again, for results, saved states, gradients and workspaces. See _pool.c. */
+ * pool.h - large blocks of CPU memory that are used again, for results, saved states, gradients and workspaces. See pool.c. */
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pages.c - expert weights in huge pages.
+ * pages.c - expert weights in huge pages.
  *
  * torch puts weights into pages of 4 KiB, of which a TLB holds some 12 MB; a layer's weights are ten times that and more, and each is
  * read once in a pass. In pages of 2 MiB the same reads miss the TLB hardly ever: 3 % of a training step at 512 tokens, 5 to 10 % of a
@@ -14,7 +14,7 @@
  * - Nothing depends on it: what the system refuses stays as it is.
  */
 #define _GNU_SOURCE
-#include "_pages.h"
+#include "pages.h"
 
 #include <errno.h>
 #include <fcntl.h>

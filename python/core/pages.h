@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pages.h - expert weights in huge pages. See _pages.c. */
+ * pages.h - expert weights in huge pages. See pages.c. */
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * _pool.c - large blocks of CPU memory that are used again.
+ * pool.c - large blocks of CPU memory that are used again.
  *
  * A training step writes the same gradients into new memory every time: the allocator returns what zero_grad() frees to the
  * system and maps it again, and the kernel zeroes it page by page before we write it: 64 MB cost 15 ms of page faults, as much as
@@ -16,7 +16,7 @@
  * - The lock is held for a few loads and stores, and over a fork; a child owns its copy of all blocks.
  */
 #define _GNU_SOURCE
-#include "_pool.h"
+#include "pool.h"
 
 #include <errno.h>
 #include <pthread.h>

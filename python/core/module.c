@@ -21,8 +21,8 @@
 #include <string.h>
 
 #define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
-#include "_pages.h"
-#include "_pool.h"
+#include "pages.h"
+#include "pool.h"
 #include "fusedmoe.h"
 #pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without them will do */
 #pragma weak fmoe_cpu_stream_gbytes
@@ -398,7 +398,7 @@ static PyObject *fail(fmoe_status s) {
 /* ---- torch_npu's stream ---------------------------------------------------------------------------------- */
 
 /* torch_npu puts its operators into a queue that another thread submits to the stream. Our launches go through that queue where
- * it can be found (_npu_queue.cpp) and is on; else the stream is asked for in the way that waits until the queue is empty. Either
+ * it can be found (npu_queue.cpp) and is on; else the stream is asked for in the way that waits until the queue is empty. Either
  * way everything is in order. The queue belongs to the current device, so tensors of another one take the second way. */
 #ifdef FMOE_NPU_QUEUE
 void *fmoe_npu_queue(void);

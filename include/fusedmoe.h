@@ -414,10 +414,11 @@ typedef struct fmoe_pack_args {
 FMOE_API fmoe_status fmoe_pack_weights(fmoe_plan, const fmoe_pack_args *, const fmoe_run *); /* needs no workspace */
 
 /* -- experts: the layer with ids and weights given. FMOE_OP_EXPERTS.
- * Duplicate ids of one token add. An id that is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU
- * at once; on CUDA the slot is skipped and the error reported by the next call on that plan; on Ascend it is CANN's to
- * refuse, or yours with FMOE_ASCEND_CHECK=1 (docs/ascend.md). The backward gets the same x, ids, weights and w that the
- * forward had, and the saved state it wrote. */
+ * Duplicate ids of one token add, so k may exceed E here (route and block choose k of E, and need k <= E). An id that
+ * is neither in [0,E) nor a declared skip mark is FMOE_ERR_INDEX: on the CPU at once; on CUDA the slot is skipped and
+ * the error reported by the next call on that plan; on Ascend it is CANN's to refuse, or yours with FMOE_ASCEND_CHECK=1
+ * (docs/ascend.md). The backward gets the same x, ids, weights and w that the forward had, and the saved state it
+ * wrote. */
 typedef struct fmoe_experts_args {
     size_t size;
     const fmoe_tensor *x;       /* in  [T,H] */

@@ -4,7 +4,8 @@
 import sys as _sys
 
 from . import _core, autograd, ops
-from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, permute, route, unpermute
+from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, grouped_matmul, permute, route, unpermute
+from .enums import Activation, Flag, Score
 from .integrations.transformers import apply, unapply
 from .integrations.transformers import register as _register
 from .ops import describe, set_max_isa
@@ -16,6 +17,6 @@ if "transformers.integrations.moe" in _sys.modules:
     _register()
 
 __all__ = [
-    "GmmFunction", "HybridGmmFunction", "activation", "apply", "autograd", "block", "cpu_isa", "describe", "empty_cache", "experts", "info",
-    "ops", "permute", "route", "set_max_isa", "unapply", "unpermute",
+    "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "Score", "activation", "apply", "autograd", "block", "cpu_isa", "describe",
+    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "route", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

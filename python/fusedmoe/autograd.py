@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from . import ops
+from . import checks, ops
+from .enums import Activation, Score
 
 
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
@@ -39,20 +40,29 @@ def _mask(wanted: Sequence[bool]) -> int:
 
 def _fit_p(p: Tensor, dtype: torch.dtype) -> Tensor:
     """Routing weights are float32 or the dtype of the computation."""
+    p = p.resolve_neg()
     return p if p.dtype == dtype or (p.dtype == torch.float32 and dtype != torch.float64) else p.to(dtype)
 
 
+def _factor(t: Tensor, dtype: torch.dtype, unit: Sequence[int]) -> Tensor:
+    """A factor of an adapter in this dtype, with unit stride in one of these dimensions: itself, or a copy that is one operation."""
+    strides = t.stride()
+    if t.dtype == dtype and any([strides[i] == 1 for i in unit]) and min(strides) > 0:
+        return t
+    shape = t.shape if unit[0] == 2 else t.transpose(1, 2).shape
+    copy = torch.empty(shape, dtype=dtype, device=t.device)
+    return (copy if unit[0] == 2 else copy.transpose(1, 2)).copy_(t)
+
+
 def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> tuple[Sequence[Tensor], list]:
-    """w, its last tensors (the factors of adapters, if there are scales) as the C library reads them: on CUDA they lie as the weights
-    do. Copies, for one call only: autograd keeps what was given, which is the parameters themselves. And what operators take last."""
+    """w, its last tensors (the factors of adapters, if there are scales) as the C library reads them: on CUDA in the orientation of the
+    weights. Copies, for one call only: autograd keeps what was given, which is the parameters themselves. And what operators take last."""
     if not scales:
         return w, []
     n, dtype, cpu = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0), x.dtype, x.is_cpu
-    along = 1 if x.is_cuda and flags & ops.TRANSPOSED else 2  # the dimension whose elements are neighbours
+    unit = (2, 1) if cpu else (1,) if x.is_cuda and flags & ops.TRANSPOSED else (2,)
     wide = torch.float32 if cpu and dtype.itemsize == 2 else dtype  # which the library narrows itself, for experts that have rows
-    cast = [t if t.dtype in (dtype, wide) else t.to(dtype) for t in w[n:]]
-    lie = [t.stride(along) == 1 or (cpu and t.stride(1) == 1) for t in cast]
-    return [*w[:n], *(t if yes else t.transpose(along, 2).contiguous().transpose(along, 2) for t, yes in zip(cast, lie))], [scales]
+    return [*w[:n], *[_factor(t, wide if t.dtype == wide else dtype, unit) for t in w[n:]]], [scales]
 
 
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
@@ -90,17 +100,30 @@ class _Experts(torch.autograd.Function):
 _record = super(torch.autograd.Function, _Experts).apply  # apply without the 2 us it takes for functorch's transforms
 
 
-def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-            limit: float = 0.0, lora: Sequence[tuple | None] = ()) -> Tensor:  # fmt: skip
-    """The layer for x [T,H], ids [T,k], routing weights p [T,k]; w as ``fusedmoe.ops`` has it. Result in x's dtype.
+def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+            limit: float = 0.0, lora: Sequence[Sequence | None] = ()) -> Tensor:  # fmt: skip
+    """The experts of a layer on routed tokens: sum over j of p[t,j] * (act(x[t] w1[e]^T) w2[e]^T), e = ids[t,j]. Differentiable.
 
+    x: [T,H]. ids: [T,k] integers; equal ones of a token add, so k may exceed E. p: [T,k] routing weights.
+    w: [w1, w2], w1 [E,2I,H] (gate, then up; [E,I,H] without a gate), w2 [E,H,I]; with Flag.BIAS also b1 [E,2I], b2 [E,H]; with
+    Flag.TRANSPOSED w1 [E,H,2I], w2 [E,I,H]; with Flag.LIST the gates, ups [I,H] and downs [H,I] of all experts one after the other.
+    act: an ``Activation``, or its name. alpha, limit: of the activations that have them.
     lora: for W1 and for W2, the factors a [E,rank,in] and b [E,out,rank] of a low-rank adapter, and its scale if it is not 1, or None.
     W + scale b a is never made.
+
+    Tensors may have any strides. Computed in autocast's dtype where that is on, else in w's. Returns [T,H] in x's dtype.
     """
+    if type(act) is not int or type(flags) is not int:
+        act, flags = checks.code("experts", "act", Activation, act), checks.known_flags("experts", flags)
+    if not checks.plain_experts(x, ids, p, w, act, flags):
+        checks.experts(x, ids, p, w, act, flags)
     dtype = compute_dtype(x, w[0])
     if any([t.dtype != dtype for t in w]):
+        checks.floats("experts", **{f"w[{i}]": t for i, t in enumerate(w)})
         w = [t.to(dtype) for t in w]
     scales = [0.0, 0.0] if lora else []
+    if lora:
+        checks.adapters(lora)
     for i, factors in enumerate(lora):
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
@@ -138,17 +161,26 @@ class _Route(torch.autograd.Function):
         return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None, None
 
 
-def _rule(score: int = ops.SOFTMAX, renormalize: bool = False, group_score: int = 0, groups: int = 0, topk_groups: int = 0,
-          excluded_zero: bool = False) -> tuple[int, ...]:  # fmt: skip
-    """fmoe_route_rule, without eps and scale."""
-    return score, int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
+def _select_bias(op: str, bias: Tensor | None, like: Tensor) -> Tensor | None:
+    if bias is None:
+        return None
+    checks.floats(op, select_bias=bias)
+    return bias.detach().to(ops._weight_dtype(like))
 
 
-def route(logits: Tensor, k: int, *, select_bias: Tensor | None = None, eps: float = 0.0, scale: float = 1.0,
-          **rule: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """ids [T,k] int64 and weights [T,k] float32 of the k experts that logits [T,E] choose; rule as in ``_rule``."""
-    bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(logits))
-    return _Route.apply(logits, bias, k, _rule(**rule), float(eps), float(scale))
+def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize: bool = False, select_bias: Tensor | None = None,
+          groups: int = 0, topk_groups: int = 0, group_score: int = 0, excluded_zero: bool = False, eps: float = 0.0,
+          scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The k experts of each token: ids [T,k] int64 and weights [T,k] float32 (differentiable), from logits [T,E].
+
+    score: a ``Score``, or its name: softmax over all, softmax over the chosen (topk_softmax), sigmoid, sqrt_softplus.
+    renormalize: divide the weights of a token by their sum + eps. scale: multiply them, last.
+    select_bias: [E], added to the scores for choosing alone. groups, topk_groups: choose groups of experts first, by their best score
+    (group_score 0) or the sum of their two best (1); excluded_zero: the scores of the others count as 0, not as -inf.
+    """
+    checks.floats("route", logits=logits)
+    rule = checks.code("route", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
+    return _Route.apply(logits, _select_bias("route", select_bias, logits), k, rule, float(eps), float(scale))
 
 
 def _cut(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -176,13 +208,27 @@ class _Block(torch.autograd.Function):
         return None, None, *grads[:before], *[None] * len(given[0]), *grads[before:]
 
 
-def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
           limit: float = 0.0, *, shared: Sequence[Tensor] = (), shared_gate: Tensor | None = None, b_router: Tensor | None = None,
-          eps: float = 0.0, select_bias: Tensor | None = None, scale: float = 1.0, **rule: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    """The whole MoE block of x [T,H]: out, router logits (with a gradient too), ids, weights. rule as in ``route``."""
-    layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, _rule(**rule), float(eps), float(scale)
-    bias = None if select_bias is None else select_bias.detach().to(ops._weight_dtype(x))
-    given = [[] if t is None else [t] for t in (b_router, bias)] + [w, shared, [] if shared_gate is None else [shared_gate]]
+          score: int | str = ops.SOFTMAX, renormalize: bool = False, select_bias: Tensor | None = None, groups: int = 0,
+          topk_groups: int = 0, group_score: int = 0, excluded_zero: bool = False, eps: float = 0.0,
+          scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The whole MoE block of x [T,H]: out [T,H], router logits [T,E] (with a gradient too), ids [T,k], weights [T,k].
+
+    w_router: [E,H]; b_router: [E]. w, act, flags, alpha, limit: as in ``experts``. score to scale: as in ``route``.
+    shared: [w1 [1,2S,H], w2 [1,H,S]] of a shared expert, whose result is added; shared_gate: [1,H], of the sigmoid that scales it.
+    All tensors are of x's dtype (select_bias: any floating point one).
+    """
+    act, flags = checks.code("block", "act", Activation, act), checks.known_flags("block", flags)
+    checks.floats("block", x=x, w_router=w_router)
+    checks.weights("block", w, flags)
+    H, _, E = ops.layer_sizes(w, act, flags, x.shape[-1])[:3]
+    if w_router.shape != (E, H):
+        raise ValueError(f"block: w_router is {list(w_router.shape)}, expected [E, H] = {[E, H]}")
+    rule = checks.code("block", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
+    layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, rule, float(eps), float(scale)
+    given = [[] if t is None else [t] for t in (b_router, _select_bias("block", select_bias, x))]
+    given += [w, shared, [] if shared_gate is None else [shared_gate]]
     return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *(t for ts in given for t in ts))
 
 
@@ -202,8 +248,10 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x grouped by expert, the map from slot to row, and the rows each expert has."""
-    return _Permute.apply(x, ids, E, flags)
+    """Rows of x [T,H] grouped by expert [T*k,H], the map from slot to row [T*k], and the rows each expert has [E]; ids: [T,k]."""
+    checks.floats("permute", x=x)
+    checks.integers("permute", "ids", ids)
+    return _Permute.apply(x, ids, E, checks.known_flags("permute", flags))
 
 
 class _Unpermute(torch.autograd.Function):
@@ -222,54 +270,86 @@ class _Unpermute(torch.autograd.Function):
 
 
 def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
-    """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]."""
+    """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]: y [R,H], row_map [T*k] as ``permute`` gives it, p [T,k] -> [T,H]."""
+    checks.floats("unpermute", y=y, p=p)
+    checks.integers("unpermute", "row_map", row_map)
     return _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))
 
 
+def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None) -> Tensor:
+    checks.floats("grouped_matmul", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"grouped_matmul: x is {list(x.shape)}, weight is {list(weight.shape)}, expected [R, K] and [E, K, N]")
+    if not isinstance(group_list, Tensor):
+        group_list = torch.tensor(group_list, dtype=torch.int64, device=x.device)
+    if group_list.shape != weight.shape[:1]:
+        raise ValueError(f"grouped_matmul: group_list has the shape {list(group_list.shape)}, weight has E = {weight.shape[0]} groups")
+    dtype = compute_dtype(x, weight)
+    xc, wc = x.to(dtype), weight.to(dtype)
+    ctx.save_for_backward(xc, wc, group_list)
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    return ops.grouped_matmul(xc, wc, [] if bias is None else [bias.to(dtype)], group_list, 0).to(x.dtype)
+
+
+def _gmm_backward(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    _no_second_derivative()
+    x, w, sizes = ctx.saved_tensors
+    grads = ops.spread(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), _mask(wanted), 0), wanted)
+    return [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
+
+
 class GmmFunction(torch.autograd.Function):
-    """y[r] = x[r] . weight[group of r] (+ bias): x [R,K], weight [E,K,N] in any layout, group_list the rows of each group."""
+    """y[r] = x[r] . weight[group of r]: x [R,K], weight [E,K,N] in any layout, group_list [E] the rows of each group."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
-        if not isinstance(group_list, Tensor):
-            group_list = torch.tensor(group_list, dtype=torch.int64, device=x.device)
-        dtype = compute_dtype(x, weight)
-        xc, wc = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(xc, wc, group_list)
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return ops.grouped_matmul(xc, wc, [] if bias is None else [bias.to(dtype)], group_list, 0).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int]) -> Tensor:
+        return _gmm_forward(ctx, x, weight, group_list, None)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor):
+        dx, dw, _ = _gmm_backward(ctx, grad_output, (*ctx.needs_input_grad[:2], False))
+        return dx, dw, None
+
+
+class _BiasedGmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor) -> Tensor:
+        return _gmm_forward(ctx, x, weight, group_list, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor):
-        _no_second_derivative()
-        x, w, sizes = ctx.saved_tensors
-        wanted = [(*ctx.needs_input_grad, False)[i] for i in (0, 1, 3)]
-        grads = ops.spread(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), _mask(wanted), 0), wanted)
-        dx, dw, db = (g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
+        dx, dw, db = _gmm_backward(ctx, dy, [ctx.needs_input_grad[i] for i in (0, 1, 3)])
         return dx, dw, None, db
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """``GmmFunction`` as a function, with a bias [E,N] of each group if there is one."""
+    return GmmFunction.apply(x, weight, group_list) if bias is None else _BiasedGmm.apply(x, weight, group_list, bias)
 
 
 class HybridGmmFunction(torch.autograd.Function):
     """A tuple of x_i . weight_i: apply(num_experts, *inputs, *weights), inputs [m_i,K], weights [K,N]."""
 
     @staticmethod
-    def forward(ctx: Any, num_experts: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        xs, ws = tensors[:num_experts], tensors[num_experts:]
+    def forward(ctx: Any, num_experts: int, *args: Tensor) -> tuple[Tensor, ...]:
+        xs, ws = args[:num_experts], args[num_experts:]
         if len(ws) != num_experts or not num_experts:
-            raise ValueError(f"HybridGmmFunction: {num_experts} experts need as many inputs and weights, got {len(tensors)} tensors")
+            raise ValueError(f"HybridGmmFunction: {num_experts} experts need as many inputs and weights, got {len(args)} tensors")
+        checks.floats("HybridGmmFunction", **{f"args[{i}]": t for i, t in enumerate(args)})
         dtype = compute_dtype(xs[0], ws[0])
-        cast = [t if t.dtype == dtype else t.to(dtype) for t in tensors]  # 0.7 us each otherwise
+        cast = [t if t.dtype == dtype else t.to(dtype) for t in args]  # 0.7 us each otherwise
         ctx.save_for_backward(*cast)
-        ctx.num_experts, ctx.dtypes = num_experts, [t.dtype for t in tensors]
+        ctx.num_experts, ctx.dtypes = num_experts, [t.dtype for t in args]
         ys = ops.cut(ops.grouped_matmul_list(cast[:num_experts], cast[num_experts:], []), xs)
         return tuple(y if y.dtype == x.dtype else y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor):
+    def backward(ctx: Any, *grad_outputs: Tensor):
         _no_second_derivative()
         n, saved, need = ctx.num_experts, ctx.saved_tensors, ctx.needs_input_grad[1:]
         wanted = any(need[:n]), any(need[n:])
-        grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], [dy.to(saved[0].dtype) for dy in dys], _mask(wanted))
+        dys = [dy.to(saved[0].dtype) for dy in grad_outputs]
+        grads = ops.grouped_matmul_list_backward(saved[:n], saved[n:], dys, _mask(wanted))
         dw, dx = grads[: n * wanted[1]], ops.cut(grads[n * wanted[1] :], saved[:n])
         grads = ops.spread([*dx, *dw], [wanted[i >= n] for i in range(2 * n)])
         return None, *(g if g is None or g.dtype == d else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True))
@@ -288,6 +368,10 @@ class _Activation(torch.autograd.Function):
         return ops.activation_backward(ctx.saved_tensors[0], da, *ctx.act), None, None, None, None
 
 
-def activation(h: Tensor, act: int = ops.SWIGLU, flags: int = 0, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """a = act(h), h [R,2I] (gate and up) or [R,I] for the ungated ones."""
+def activation(h: Tensor, act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
+    """a [R,I] = act(h), h [R,2I] (gate, then up; with Flag.INTERLEAVED in turns) or [R,I] for the ungated ones."""
+    act, flags = checks.code("activation", "act", Activation, act), checks.known_flags("activation", flags)
+    checks.floats("activation", h=h)
+    if act < ops.SILU and h.dim() and h.shape[-1] % 2:
+        raise ValueError(f"activation: h is {list(h.shape)}, expected an even number of columns, gate and up")
     return _Activation.apply(h, act, flags, float(alpha), float(limit))

@@ -13,7 +13,6 @@ An operator is written as a generator. It yields its results, still empty: that 
 its plan, the flags of the run, its rows and the slots of the C call.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -21,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _core
+from . import _core, checks
+from .checks import DTYPES
+from .enums import Activation, Flag, Score
 
-# fmoe_op, fmoe_act, fmoe_score and the flags of fmoe_desc, as in fusedmoe.h
+# fmoe_op, fmoe_act, fmoe_score and the flags of fmoe_desc, as plain numbers
 ROUTE, PERMUTE, GMM, ACTIVATION, EXPERTS, BLOCK = range(1, 7)
-SWIGLU, GEGLU, GEGLU_TANH, REGLU, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_OUT = range(7)
-SILU, GELU, GELU_TANH, RELU, RELU2 = range(16, 21)
-SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(4)
-INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED, BORROW_DW1 = (1 << bit for bit in range(9))
+SWIGLU, GEGLU, GEGLU_TANH, REGLU, SWIGLU_CLAMP, SWIGLU_OAI, SWIGLU_CLAMP_OUT, SILU, GELU, GELU_TANH, RELU, RELU2 = map(int, Activation)
+SOFTMAX, TOPK_SOFTMAX, SIGMOID, SQRT_SOFTPLUS = map(int, Score)
+INTERLEAVED, BIAS, RECOMPUTE, SKIP_NEG1, SKIP_E, SHARED_GATE, ROUND_STEPS, REUSE_SAVED, BORROW_DW1, LIST, TRANSPOSED = map(int, Flag)
 _REPLAY = 8  # of fmoe_run
-# flags of this module and of _core: how `w` is given
-LIST, TRANSPOSED, LORA1, LORA2, _UNGATED, WIDE_FACTORS = (1 << bit for bit in range(16, 22))  # WIDE_FACTORS: their gradients are float32
+LORA1, LORA2, _UNGATED, WIDE_FACTORS = (1 << bit for bit in range(18, 22))  # of _core. WIDE_FACTORS: their gradients are float32
+_OWN = LIST | TRANSPOSED | LORA1 | LORA2 | WIDE_FACTORS  # flags that a plan does not see
 
-DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}
 _DEVICES = {"cpu": 1, "meta": 1, "cuda": 2}  # anything else is an Ascend NPU, torch's PrivateUse1
 
 _lib = torch.library.Library("fusedmoe", "DEF")
@@ -48,7 +47,7 @@ def _plan(op: int, dtype: torch.dtype, device: torch.device, threads: int, H: in
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
     return _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
-                      act, flags & (LIST - 1), alpha, limit, rule, threads)  # fmt: skip
+                      act, flags & ~_OWN if op in (EXPERTS, BLOCK) else flags, alpha, limit, rule, threads)  # fmt: skip
 
 
 def _plan_for(op: int, t: Tensor, *sizes: int, **more: Any) -> int:
@@ -71,8 +70,9 @@ def set_max_isa(name: str | None) -> None:
     _saved_line.cache_clear()
 
 
-def describe(x: Tensor, E: int, k: int, I: int, act: int = SWIGLU, flags: int = 0) -> str:
+def describe(x: Tensor, E: int, k: int, I: int, act: int | str = SWIGLU, flags: int = 0) -> str:
     """Which kernels an experts layer with inputs like x will run, and why."""
+    act, flags = checks.code("describe", "act", Activation, act), checks.known_flags("describe", flags)
     return _core.describe(_plan_for(EXPERTS, x, x.shape[-1], I, E, k=k, act=act, flags=flags))
 
 
@@ -92,17 +92,22 @@ def _like(t: Tensor) -> Tensor:
     return _new(t) if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
+def _grad(w: Tensor, matrices: bool = True) -> Tensor:
+    """Memory for the gradient of a weight (matrices) or a bias: with its strides, where the library can write those."""
+    grad = _new(w) if matrices else _like(w)
+    fits = not matrices or any(n == 1 or stride == 1 for n, stride in zip(grad.shape[-2:], grad.stride()[-2:]))
+    return grad if fits else torch.empty_like(w, memory_format=torch.contiguous_format)
+
+
 def spread(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
     """grads, with None in the place of those that nobody wants."""
     rest = iter(grads)
     return [next(rest) if yes else None for yes in wanted]
 
 
-def _define(schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
-    """Make an operator of a generator (see above); its name says which C function it runs."""
-    name = schema.split("(", 1)[0]
-    pass_ = int(name.endswith("backward"))
-    code = getattr(_core, re.sub("_(forward|backward|replay|list)", "", name).upper() + ("_FORWARD", "_BACKWARD")[pass_])
+def _define(code: int, schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
+    """Make an operator of a generator (see above) that runs the C function of this code."""
+    name, pass_ = schema.split("(", 1)[0], _core.passes[code]
     _lib.define(schema, tags=_TAGS)
     op = getattr(torch.ops.fusedmoe, name).default
 
@@ -129,7 +134,7 @@ def call(op: Callable, *args: Any) -> Any:
     """op(*args) without the dispatcher (6 us), where no tracing, transform, tensor subclass or dispatch mode wants to see the operator."""
     c, x = torch._C, args[0]
     seen = torch.compiler.is_compiling() or c._are_functorch_transforms_active() or c._is_tracing()
-    seen = seen or type(x) is not Tensor or x.is_meta or c._len_torch_dispatch_stack()
+    seen = seen or type(x) is not Tensor or x.is_meta or x.is_neg() or c._len_torch_dispatch_stack()
     return op(*args) if seen else _impl.get(op, op)(*args)
 
 
@@ -138,7 +143,7 @@ def _weight_dtype(t: Tensor) -> torch.dtype:
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
-@_define("route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)")
+@_define(_core.ROUTE_FORWARD, "route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)")
 def route(logits, select_bias, k, rule, eps, scale):
     T = logits.shape[0]
     ids, weights = logits.new_empty((T, k), dtype=torch.int64), logits.new_empty((T, k), dtype=_weight_dtype(logits))
@@ -146,7 +151,7 @@ def route(logits, select_bias, k, rule, eps, scale):
     yield _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=k, rule=(*rule, eps, scale)), 0, T, logits, select_bias, ids, weights, None
 
 
-@_define("route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor")
+@_define(_core.ROUTE_FORWARD, "route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor")
 def route_replay(logits, ids, rule, eps, scale):
     weights = logits.new_empty(ids.shape, dtype=_weight_dtype(logits))
     yield weights
@@ -154,7 +159,7 @@ def route_replay(logits, ids, rule, eps, scale):
     yield plan, _REPLAY, logits.shape[0], logits, None, ids, weights, None
 
 
-@_define("route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor")
+@_define(_core.ROUTE_BACKWARD, "route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor")
 def route_backward(logits, ids, dweights, rule, eps, scale):
     dlogits = _like(logits)
     yield dlogits
@@ -163,7 +168,7 @@ def route_backward(logits, ids, dweights, rule, eps, scale):
 
 
 # ---- permute, unpermute ---------------------------------------------------------------------------------------------
-@_define("permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)")
+@_define(_core.PERMUTE_FORWARD, "permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)")
 def permute(x, ids, E, flags):
     T, k = ids.shape
     xp, row_map = x.new_empty((T * k, x.shape[1])), x.new_empty((T * k,), dtype=torch.int32)
@@ -172,7 +177,7 @@ def permute(x, ids, E, flags):
     yield _plan_for(PERMUTE, x, H=int(x.shape[1]), E=E, k=int(k), flags=flags), 0, T, x, ids, xp, row_map, counts
 
 
-@_define("unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor")
+@_define(_core.UNPERMUTE_FORWARD, "unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor")
 def unpermute(y, row_map, weights, k):
     """Without weights it is also the backward of permute."""
     out = y.new_empty((row_map.shape[0] // k, y.shape[1]))
@@ -180,27 +185,28 @@ def unpermute(y, row_map, weights, k):
     yield _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=k), 0, out.shape[0], y, row_map, weights, out
 
 
-@_define("unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]")
+@_define(_core.UNPERMUTE_BACKWARD, "unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]")
 def unpermute_backward(y, row_map, weights, dout, needs):
     T, wanted = dout.shape[0], (needs & 1, needs & 2)
     grads = [_like(t) for t, yes in zip((y, *weights), wanted, strict=False) if yes]
     yield grads
-    plan = _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=int(row_map.shape[0] // T) if T else 1)
+    k = weights[0].shape[1] if weights else row_map.shape[0] // T if T else 1
+    plan = _plan_for(PERMUTE, y, H=int(y.shape[1]), E=1, k=int(k))
     yield plan, 0, T, y, row_map, weights, dout, *spread(grads, wanted)
 
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
-@_define("grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")
+@_define(_core.GROUPED_MATMUL_FORWARD, "grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")
 def grouped_matmul(x, w, bias, sizes, cumulative):
     y = x.new_zeros((x.shape[0], w.shape[2]))  # rows past the last group stay zero
     yield y
     yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, bias, sizes, y, cumulative, 0
 
 
-@_define("grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
+@_define(_core.GROUPED_MATMUL_BACKWARD, "grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
 def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
     wanted = needs & 1, needs & 2, needs & 4
-    makers = lambda: _like(x), lambda: _new(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
+    makers = lambda: _like(x), lambda: _grad(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
     grads = [make() for make, yes in zip(makers, wanted, strict=True) if yes]
     yield grads
     yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
@@ -226,30 +232,30 @@ def _in_a_row(x: Sequence[Tensor]) -> Sequence[Tensor]:
     return cut([torch.cat(x)], x) if apart and len({t.shape[1] for t in x}) == 1 else x
 
 
-@_define("grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]")
+@_define(_core.GROUPED_MATMUL_FORWARD, "grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]")
 def grouped_matmul_list(x, w, bias):
     y = _rows(x, [u.shape[1] for u in w])
     yield y
     yield _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x), _in_a_row(x), w, bias, None, cut(y, x), 0, 1
 
 
-@_define("grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
+@_define(_core.GROUPED_MATMUL_BACKWARD, "grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
 def grouped_matmul_list_backward(x, w, dy, needs):
-    dx, dw = _rows(x, [t.shape[1] for t in x]) if needs & 1 else [], [_new(t) for t in w if needs & 2]
+    dx, dw = _rows(x, [t.shape[1] for t in x]) if needs & 1 else [], [_grad(t) for t in w if needs & 2]
     yield dw + dx
     slots = _in_a_row(x), w, None, _in_a_row(dy), cut(dx, x), dw, None, 0, 1
     yield _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x), *slots
 
 
 # ---- activation -----------------------------------------------------------------------------------------------------
-@_define("activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor")
+@_define(_core.ACTIVATION_FORWARD, "activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor")
 def activation(h, act, flags, alpha, limit):
     a = h.new_empty((h.shape[0], h.shape[1] // (2 if act < SILU else 1)))
     yield a
     yield _plan_for(ACTIVATION, h, I=int(a.shape[1]), act=act, flags=flags, alpha=alpha, limit=limit), 0, h.shape[0], h, a
 
 
-@_define("activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor")
+@_define(_core.ACTIVATION_BACKWARD, "activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor")
 def activation_backward(h, da, act, flags, alpha, limit):
     dh = _like(h)
     yield dh
@@ -262,15 +268,21 @@ def _form(act: int, flags: int, *_: float) -> int:
     return flags & -LIST | (0 if act < SILU else _UNGATED)
 
 
-def layer_sizes(w: Sequence[Tensor], act: int, flags: int) -> tuple[int, int, int, int, int]:
-    """H, I, E, rank1, rank2 of a layer, from its weights."""
+def layer_sizes(w: Sequence[Tensor], act: int, flags: int, H: int | None = None) -> tuple[int, int, int, int, int]:
+    """H, I, E, rank1, rank2 of a layer, from its weights; H, where it is given, is that of x. ValueError where they do not fit."""
     n = len(w) - (2 if flags & LORA1 else 0) - (2 if flags & LORA2 else 0)
     rank1, rank2 = int(w[n].shape[1]) if flags & LORA1 else 0, int(w[-2].shape[1]) if flags & LORA2 else 0
+    columns = 2 if act < SILU else 1
     if flags & LIST:
-        I, H = w[0].shape
-        return int(H), int(I), n // (3 if act < SILU else 2), rank1, rank2
-    E, a, b = w[1].shape
-    return (int(b), int(a), int(E), rank1, rank2) if flags & TRANSPOSED else (int(a), int(b), int(E), rank1, rank2)
+        E, first, last = n // (columns + 1), w[0].shape, w[n - 1].shape
+        if len(first) == 2 and E * (columns + 1) == n and last == (first[1], first[0]) and (H is None or first[1] == H):
+            return int(first[1]), int(first[0]), E, rank1, rank2
+    elif n >= 2 and len(w[1].shape) == 3:
+        E, a, b = w[1].shape
+        a, b, up = (b, a, (E, b, columns * a)) if flags & TRANSPOSED else (a, b, (E, columns * b, a))
+        if w[0].shape == up and (H is None or a == H):
+            return int(a), int(b), int(E), rank1, rank2
+    raise ValueError(checks.sizes_differ(w[:n], act, flags, H))
 
 
 def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
@@ -283,8 +295,8 @@ def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
 
 def _experts_plan(x, ids, w, *layer) -> int:
     if ids.dim() != 2:
-        raise ValueError(f"fusedmoe: ids are [T,k], the experts of each token; got the shape {list(ids.shape)}")
-    sizes = layer_sizes(w, *layer[:2])
+        raise ValueError(f"experts: ids is {list(ids.shape)}, expected [T, k], the experts of each token")
+    sizes = layer_sizes(w, *layer[:2], x.shape[-1])
     return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, *layer)
 
 
@@ -292,7 +304,7 @@ _NO_SCALES = None, None
 _LAYER = "Tensor x, Tensor ids, Tensor p, Tensor[] w, int act, int flags, float alpha, float limit"
 
 
-@_define(f"experts({_LAYER}, float[] scales=[]) -> Tensor")
+@_define(_core.EXPERTS_FORWARD, f"experts({_LAYER}, float[] scales=[]) -> Tensor")
 def experts(x, ids, p, w, act, flags, alpha, limit, scales=()):
     """The layer without a gradient: nothing is saved."""
     out = _like(x)
@@ -310,7 +322,7 @@ def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
 experts_saved._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
 
 
-@_define(f"experts_forward({_LAYER}, int[] saved, float[] scales=[]) -> (Tensor, Tensor)")
+@_define(_core.EXPERTS_FORWARD, f"experts_forward({_LAYER}, int[] saved, float[] scales=[]) -> (Tensor, Tensor)")
 def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved, scales=()):
     """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
     T, line, layer = x.shape[0], saved, (act, flags, alpha, limit)
@@ -323,7 +335,7 @@ def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved, scales=()):
     yield plan, _form(*layer), T, x, ids, p, w, out, saved, *(scales or _NO_SCALES)
 
 
-@_define("experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
+@_define(_core.EXPERTS_BACKWARD, "experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
          "float alpha, float limit, int needs, float[] scales=[]) -> Tensor[]")  # fmt: skip
 def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs, scales=()):
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
@@ -335,7 +347,9 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs,
         grads += [g for t in lists[::E] for g in t.new_empty((E, *t.shape)).unbind()]
         own = own[len(lists) :]
     factors = sum(bit >= 64 for bit in wanted) if flags & WIDE_FACTORS else 0
-    grads += [_new(t) if i < len(own) - factors else torch.empty_like(t, dtype=torch.float32) for i, t in enumerate(own)]
+    for i, t in enumerate(own):
+        wide = i >= len(own) - factors
+        grads.append(torch.empty_like(t, dtype=torch.float32) if wide else _grad(t, t.dim() == 3 or bool(flags & LIST)))
     yield grads
     borrow = BORROW_DW1 if x.is_cuda and needs & 4 and not flags & LIST else 0  # new memory, of no use to anyone else before
     plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags | borrow, alpha, limit), spread(grads, wanted)
@@ -345,14 +359,14 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs,
 # ---- block: router matmul, route, experts, shared expert --------------------------------------------------------------
 def _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale) -> int:
     shared_I = int(shared[1].shape[2]) if shared else 0
-    return _plan_for(BLOCK, x, *layer_sizes(w, act, flags), k=k, shared_I=shared_I, act=act, flags=flags, alpha=alpha,
+    return _plan_for(BLOCK, x, *layer_sizes(w, act, flags, x.shape[-1]), k=k, shared_I=shared_I, act=act, flags=flags, alpha=alpha,
                      limit=limit, rule=(*rule, eps, scale))  # fmt: skip
 
 
 _RULE = "int k, int act, int flags, float alpha, float limit, int[] rule, float eps, float scale"
 
 
-@_define("block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
+@_define(_core.BLOCK_FORWARD, "block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
          f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
 def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, *layer):
     """out, logits, ids, weights, saved."""
@@ -365,13 +379,13 @@ def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k,
     yield plan, _form(*layer), T, x, w_router, b_router, select_bias, w, shared, shared_gate, logits, ids, weights, out, saved
 
 
-@_define("block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, Tensor[] shared_gate, "
+@_define(_core.BLOCK_BACKWARD, "block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, Tensor[] shared_gate, "
          "Tensor logits, Tensor ids, Tensor weights, Tensor saved, Tensor dout, Tensor[] dlogits, "
          f"{_RULE}, Tensor[] b_router) -> Tensor[]")  # fmt: skip
 def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
                    k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
-    grads = [_new(t) for t in (x, w_router, *b_router, *w, *shared, *shared_gate)]
+    grads = [_like(x), _grad(w_router), *map(_like, b_router), *(_grad(t, t.dim() == 3) for t in (*w, *shared)), *map(_grad, shared_gate)]
     yield grads
     dx, dw_router, *rest = grads
     db_router, dw, dshared, dgate = ([rest.pop(0) for _ in given] for given in (b_router, w, shared, shared_gate))

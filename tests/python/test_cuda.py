@@ -175,7 +175,7 @@ def _operators(device, dtype):
     yield "permute", lambda x: fusedmoe.permute(x, ids, E)[0], [leaf(T, H)]
     row_map = fusedmoe.permute(torch.zeros(T, H, device=device, dtype=dtype), ids, E)[1]
     yield "unpermute", lambda y, p: fusedmoe.unpermute(y, row_map, p), [leaf(T * k, H), leaf(T, k)]
-    yield "grouped matmul", lambda x, w, b: GmmFunction.apply(x, w, sizes, b), [leaf(T * k, H), leaf(E, H, I), leaf(E, I)]
+    yield "grouped matmul", lambda x, w, b: fusedmoe.grouped_matmul(x, w, sizes, b), [leaf(T * k, H), leaf(E, H, I), leaf(E, I)]
     lists = [leaf(m, H) for m in (3, 0, 9)] + [leaf(H, I) for _ in range(3)]
     yield "grouped matmul of lists", lambda *t: torch.cat(HybridGmmFunction.apply(3, *t)), lists
     for act in (ops.SWIGLU, ops.GEGLU, ops.GEGLU_TANH, ops.REGLU, ops.SWIGLU_CLAMP, ops.SWIGLU_OAI, ops.SWIGLU_CLAMP_OUT):

@@ -174,7 +174,7 @@ def test_gradcheck_gmm():
     for sizes in (torch.tensor([2, 0, 5]), [7, 0, 0]):
         assert gradcheck(lambda x, w: GmmFunction.apply(x, w, sizes), (x, w))  # noqa: B023
     assert gradcheck(lambda x, w: GmmFunction.apply(x, w.transpose(1, 2), [1, 5, 1]), (x, r(3, 5, 4)))
-    assert gradcheck(lambda x, w, b: GmmFunction.apply(x, w, [1, 5, 1], b), (x, w, r(3, 5)))
+    assert gradcheck(lambda x, w, b: fusedmoe.grouped_matmul(x, w, [1, 5, 1], b), (x, w, r(3, 5)))
     assert gradcheck(lambda *t: HybridGmmFunction.apply(3, *t), (r(2, 4), r(0, 4), r(3, 4), r(4, 5), r(4, 5), r(4, 5)))
     assert gradcheck(lambda *t: HybridGmmFunction.apply(2, *t), (r(2, 4), r(3, 2), r(4, 5), r(2, 7)))  # shapes may differ
 
@@ -251,7 +251,7 @@ def test_layouts_are_made_to_fit():
         run(ops.LORA1, [w1])
     with pytest.raises(TypeError, match="list of tensors"):
         run(0, w1)
-    with pytest.raises(RuntimeError, match="w2 is NULL"):
+    with pytest.raises(ValueError, match="w2 is NULL"):
         run(0, [w1])
 
 
@@ -265,12 +265,12 @@ def test_errors_are_exceptions_with_both_numbers():
     x, ids, p, w1, w2 = layer()
     with pytest.raises(IndexError, match="FMOE_ERR_INDEX.*9"):
         fusedmoe.experts(x, torch.full_like(ids, 9), p, [w1, w2])
-    with pytest.raises(ValueError, match="FMOE_ERR_(SHAPE|PLAN).* 4 .* 6"):
+    with pytest.raises(ValueError, match=r"w\[0\] is \[3, 8, 6\].*x's H = 4"):
         fusedmoe.experts(x[:, :4].contiguous(), ids, p, [w1, w2])
     with pytest.raises(TypeError, match="int8"):
         fusedmoe.experts(x, ids, p, [w1.to(torch.int8), w2.to(torch.int8)])
     for wrong in (torch.float32, torch.bool):
-        with pytest.raises(TypeError, match=f"integers, got {wrong}"):
+        with pytest.raises(TypeError, match=f"ids is {wrong}, expected integers"):
             fusedmoe.experts(x, ids.to(wrong), p, [w1, w2])
     for wrong in (ids[:, 0], ids[:, :, None], ids[0, 0]):
         with pytest.raises(ValueError, match=re.escape(f"[T,k], the experts of each token; got the shape {list(wrong.shape)}")):

@@ -77,6 +77,8 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
 
     routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apply: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module: load it first")
     register()
     if routers is None:
         routers = any(p.device.type not in ("cpu", "meta") for p in model.parameters())

@@ -1,0 +1,91 @@
+/* SPDX-License-Identifier: Apache-2.0
+ *
+ * core.h - the extension module fusedmoe._core: the C API for Python, in the limited API (one binary for CPython >= 3.10).
+ *
+ *   module.c   plans, sizes, descriptions, the pool: the small functions of the module
+ *   run.c      one table of all run functions, and `run`, which fills their argument structs
+ *   tensors.c  tensors of Python as fmoe_tensor, copied where the library cannot read their strides
+ *   torch.c    torch's threads, and the stream of torch_npu
+ *   pool.c, pages.c   memory that is used again; weights in huge pages */
+#pragma once
+#define PY_SSIZE_T_CLEAN
+#include <pyconfig.h>
+#if !defined Py_LIMITED_API && !defined Py_GIL_DISABLED /* a free-threaded Python has no limited API: a binary of its own */
+#define Py_LIMITED_API 0x030A0000
+#endif
+#include <Python.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define FMOE_EXPERIMENTAL /* the ceilings that benchmarks are held against */
+#include "fusedmoe.h"
+#include "pool.h"
+
+PyObject *core_fail(fmoe_status s, const char *text); /* raises; text: fmoe_last_error(), or the same in Python's words */
+
+/* ---- tensors.c ---- */
+
+/* How the library reads an argument. What has other strides (slices, expanded, transposed, overlapping) is copied by
+ * t.contiguous(), integers of other widths by t.long(). */
+typedef enum {
+    AS_IS,   /* allocated by us: no copy may stand in for it */
+    ROWS,    /* unit stride in the last dimension */
+    MATRIX,  /* unit stride in one of the last two */
+    COMPACT, /* compact */
+    IDS      /* compact, int32 or int64 */
+} layout;
+
+/* DLPack's exchange table (DLPack 1.3): our own declaration of its public layout. */
+typedef struct exchange_header {
+    struct {
+        uint32_t major, minor;
+    } version;
+    struct exchange_header *prev;
+} exchange_header;
+
+typedef struct {
+    exchange_header header;
+    void (*managed_allocate)(void);
+    void (*managed_from_py)(void);
+    int (*managed_to_py)(managed_tensor *tensor, void **out); /* takes the tensor over */
+    int (*tensor_from_py)(void *object, fmoe_tensor *out);    /* borrowed view; fmoe_tensor is laid out as DLTensor */
+    int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
+} exchange_api;
+
+enum { ON_STACK = 48, MAX_RANK = 8 };
+
+/* One call's tensors. */
+typedef struct {
+    fmoe_tensor on_stack[ON_STACK], *tensors;
+    int64_t (*dims)[2 * MAX_RANK]; /* shape and strides of each, where they are not those of the exchange table */
+    int64_t transposed[4][6];      /* shape and strides of weights that are passed transposed */
+    Py_ssize_t n, capacity;
+    int n_transposed;
+    fmoe_device device; /* of the first tensor */
+    const exchange_api *api;
+    PyObject *copies;          /* of what had another layout */
+    const char *op, *argument; /* what is taken now, for messages; NULL: nothing to say */
+    Py_ssize_t item;           /* of a list; -1: none */
+} call;
+
+void call_begin(call *c, Py_ssize_t capacity); /* c->tensors is NULL afterwards where there is no memory */
+void call_end(call *c);
+fmoe_tensor *take(call *c, PyObject *o, layout as); /* NULL: an exception is set */
+void take_transposed(call *c, const fmoe_tensor *t); /* [E,K,N] as [E,N,K], without touching what torch's tensor says of itself */
+size_t tensor_bytes(const fmoe_tensor *t);
+extern int use_exchange;
+
+/* ---- torch.c ---- */
+
+extern int use_queue;
+int npu_stream(int index, fmoe_run *run);
+const char *npu_problem(void); /* of the last call that went through the queue; "": none */
+bool npu_has_queue(void);
+void torch_parallel(void *parallel_for, int n, void (*fn)(void *, int), void *arg);
+void *find_torch_parallel_for(void); /* NULL when torch is older, or not there: it is found only where it has been loaded already */
+
+/* ---- run.c ---- */
+
+PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args);
+int core_add_ops(PyObject *module); /* a constant for each operation, and `passes`: 0 forward, 1 backward */

@@ -48,7 +48,7 @@ ascend-report: build
 	tests/ascend/run_torch.sh report docs/ascend.md $(BUILD)
 
 format:
-	clang-format -i include/*.h src/*.[ch] src/cpu/*.[ch] src/ascend/*.[ch] cli/*.c tests/*.[ch] examples/*.c
+	clang-format -i include/*.h src/*.[ch] src/cpu/*.[ch] src/cpu/*/*.[ch] src/cpu/*/*/*.[ch] src/ascend/*.[ch] cli/*.c tests/*.[ch] examples/*.c
 
 clean:
 	rm -rf $(BUILD)

@@ -2,10 +2,12 @@
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
 # no instruction of a level runs on a CPU without it. Files *_tmpl.c (rows, epilogues, a router's softmax) are compiled once per level.
 add_library(fmoe_cpu OBJECT
-            src/cpu/cpu.c src/cpu/ceiling.c src/cpu/pool.c src/cpu/groups.c src/cpu/operands.c src/cpu/chunk.c
-            src/cpu/line.c src/cpu/gemm.c src/cpu/direct.c src/cpu/wide.c src/cpu/outer.c src/cpu/experts.c src/cpu/experts_bwd.c src/cpu/adapters.c
-            src/cpu/packed.c src/cpu/gmm.c src/cpu/permute.c src/cpu/route.c src/cpu/activation.c src/cpu/ref.c
-            src/cpu/ref_route.c src/cpu/ref_experts.c)
+            src/cpu/backend.c src/cpu/groups.c src/cpu/parallel.c src/cpu/peak.c
+            src/cpu/ops/activation.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
+            src/cpu/ops/permute.c src/cpu/ops/route.c
+            src/cpu/gemm/chunking.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c src/cpu/gemm/pipeline.c
+            src/cpu/gemm/prepacked.c src/cpu/gemm/views.c src/cpu/gemm/wgrad.c src/cpu/gemm/widen.c
+            src/cpu/ref/ref.c src/cpu/ref/ref_experts.c src/cpu/ref/ref_route.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
 set(FMOE_CPU_OBJECTS $<TARGET_OBJECTS:fmoe_cpu>)
 
@@ -37,31 +39,34 @@ function(fmoe_has level instruction header)
   endif()
 endfunction()
 
-set(rows src/cpu/rows_tmpl.c src/cpu/blocks_tmpl.c src/cpu/softmax_tmpl.c)
-fmoe_isa(c SOURCES ${rows} src/cpu/gemm_c.c)
+set(kernels src/cpu/kernels)
+set(x86 ${kernels}/x86)
+set(arm ${kernels}/arm)
+set(rows ${kernels}/convert_tmpl.c ${kernels}/epilogue_tmpl.c ${kernels}/softmax_tmpl.c)
+fmoe_isa(c SOURCES ${rows} ${kernels}/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES ${rows} src/cpu/gemm_avx2.c src/cpu/quads_avx2.c src/cpu/outer_avx2.c FLAGS ${avx2})
-  fmoe_isa(avx512 SOURCES ${rows} src/cpu/gemm_avx512.c src/cpu/outer_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx2 SOURCES ${rows} ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx512 SOURCES ${rows} ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
   set(bf16 ${avx512} -mavx512bf16)
   fmoe_has(avx512_bf16 "_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), _mm512_setzero_ps())" immintrin.h ${bf16})
   if(FMOE_HAS_AVX512_BF16)
-    fmoe_isa(avx512_bf16 SOURCES src/cpu/blocks_tmpl.c src/cpu/gemm_avx512_bf16.c src/cpu/outer_avx512.c FLAGS ${bf16})
+    fmoe_isa(avx512_bf16 SOURCES ${kernels}/epilogue_tmpl.c ${x86}/gemm_avx512_bf16.c ${x86}/wgrad_avx512.c FLAGS ${bf16})
   endif()
   fmoe_has(amx_bf16 "__asm__ volatile(\"tdpbf16ps %tmm2, %tmm1, %tmm0\")" immintrin.h ${bf16})
   if(FMOE_HAS_AMX_BF16)
-    fmoe_isa(amx_bf16 SOURCES src/cpu/gemm_amx_bf16.c src/cpu/direct_amx_bf16.c FLAGS ${bf16})
+    fmoe_isa(amx_bf16 SOURCES ${x86}/gemm_amx_bf16.c ${x86}/gemm_inplace_amx_bf16.c FLAGS ${bf16})
     if(FMOE_AMX_EMULATE)
       target_compile_definitions(fmoe_cpu PRIVATE FMOE_AMX_EMULATE)
       target_compile_definitions(fmoe_cpu_amx_bf16 PRIVATE FMOE_AMX_EMULATE)
     endif()
   endif()
 elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64") # NEON is the baseline; its elementwise rows are those of level c
-  fmoe_isa(neon SOURCES src/cpu/gemm_neon.c)
+  fmoe_isa(neon SOURCES ${arm}/gemm_neon.c)
   fmoe_has(neon_bf16 "vbfmmlaq_f32(vdupq_n_f32(0), vreinterpretq_bf16_u16(vdupq_n_u16(0)), vreinterpretq_bf16_u16(vdupq_n_u16(0)))"
            arm_neon.h -march=armv8.2-a+bf16)
   if(FMOE_HAS_NEON_BF16)
-    fmoe_isa(neon_bf16 SOURCES src/cpu/gemm_neon_bf16.c FLAGS -march=armv8.2-a+bf16)
+    fmoe_isa(neon_bf16 SOURCES ${arm}/gemm_neon_bf16.c FLAGS -march=armv8.2-a+bf16)
   endif()
 endif()

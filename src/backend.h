@@ -82,8 +82,8 @@ fmoe_status fmoe_fail(fmoe_status status, const char *format, ...) __attribute__
 /* backend.c: the table for a device and dtype, loading what must be loaded. */
 fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_backend **backend);
 
-extern const fmoe_backend fmoe_backend_cpu;       /* cpu/cpu.c: f32, bf16, f16 */
-extern const fmoe_backend fmoe_backend_reference; /* cpu/ref.c: f64, the specification */
+extern const fmoe_backend fmoe_backend_cpu;       /* cpu/backend.c: f32, bf16, f16 */
+extern const fmoe_backend fmoe_backend_reference; /* cpu/ref/ref.c: f64, the specification */
 extern const fmoe_backend fmoe_backend_ascend;    /* ascend/ascend.c */
 
 /* One-line text on each backend for fmoe_info(): what was found, or what is missing. */

@@ -18,7 +18,7 @@ bool check_quick, check_loose;
 static const check_kernel kernels[] = {
 #define FMOE_KERNEL(level, type, field)
 #define FMOE_KERNEL_FIELD(type, field) {#type, #field, offsetof(fmoe_kernels, field)},
-#include "cpu/kernels.inc"
+#include "cpu/kernels/kernels.inc"
 };
 enum { KERNELS = sizeof kernels / sizeof *kernels };
 

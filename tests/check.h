@@ -17,7 +17,7 @@
 #include <stdio.h>
 
 #include "acts.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 typedef struct check_case {

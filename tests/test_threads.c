@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #include "calls.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 static _Atomic int creations_left = INT32_MAX; /* pthread_create fails after that many */
 static _Atomic size_t smallest_stack = SIZE_MAX;

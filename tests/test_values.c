@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #include "calls.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 /* ---- plans ---- */
 

@@ -8,7 +8,7 @@
 #include <stdatomic.h>
 
 #include "backend.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 /* What plan_init settles. */

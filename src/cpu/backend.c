@@ -169,7 +169,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 #define FMOE_KERNEL_FIELD(type, field)
 #define FMOE_KERNEL(lvl, type, field)                                                                                  \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
-#include "cpu/kernels.inc"
+#include "cpu/kernels/kernels.inc"
     if (level >= LEVEL_WIDE) k->gemm_lying_wide_bf16 = k->gemm_lying_wide_f16 = NULL; /* packing is faster there */
 }
 
@@ -324,7 +324,7 @@ static size_t kernel_names(char *text, size_t n)
     } all[] = {
 #define FMOE_KERNEL_FIELD(type, field)
 #define FMOE_KERNEL(lvl, type, field) {#field, #field "_" #lvl, LEVEL_##lvl},
-#include "cpu/kernels.inc"
+#include "cpu/kernels/kernels.inc"
     };
     const int count = (int)(sizeof all / sizeof *all), level = fmoe_cpu_level();
     size_t used = (size_t)snprintf(text, n, "     kernels:");

@@ -81,4 +81,4 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 }
 
 #define PANEL float
-#include "cpu/tiles.h"
+#include "cpu/kernels/tiles.h"

@@ -10,7 +10,7 @@
  *   static inline void lanes_turn(lanes x[LANES]);           a transposition
  */
 
-#include "cpu/load.h"
+#include "cpu/kernels/load.h"
 
 static inline __attribute__((always_inline)) void strips_of_rows(const int dtype, float *panel, int64_t kc, int64_t col,
                                                                  const void *const *rows, int64_t n)

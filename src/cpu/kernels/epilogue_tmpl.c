@@ -5,8 +5,8 @@
  *
  * Rows that are not whole steps pass through the same loops, in rows that are: an element's bits do not depend on where
  * it stands. */
-#include "cpu/acts.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/activations.h"
+#include "cpu/kernels/kernels.h"
 
 /* ---- forward ---- */
 

@@ -6,7 +6,7 @@
 #ifndef FMOE_CPU_VEC_H
 #define FMOE_CPU_VEC_H
 
-#include "cpu/load.h"
+#include "cpu/kernels/load.h"
 
 #if defined(__AVX512F__)
 enum { LANES = 16 };

@@ -5,7 +5,7 @@
  * a tile has half a line, so they wait in L1 for the other columns of their rows. */
 #include <immintrin.h>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 enum { NR = 16 }; /* columns of a strip, of either panel */

@@ -5,7 +5,7 @@
 #ifndef FMOE_CPU_ACTS_H
 #define FMOE_CPU_ACTS_H
 
-#include "cpu/vec.h"
+#include "cpu/kernels/vec.h"
 
 /* ---- functions ---- */
 

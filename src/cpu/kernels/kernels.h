@@ -21,7 +21,7 @@
 #ifndef FMOE_CPU_KERNELS_H
 #define FMOE_CPU_KERNELS_H
 
-#include "cpu/side.h"
+#include "cpu/kernels/overlap.h"
 #include "fusedmoe.h"
 
 enum {
@@ -128,12 +128,12 @@ typedef struct fmoe_kernels {
     int64_t nr;      /* register width of the f32 panels */
 #define FMOE_KERNEL(level, type, field)
 #define FMOE_KERNEL_FIELD(type, field) fmoe_##type##_fn *field;
-#include "kernels.inc"
+#include "cpu/kernels/kernels.inc"
 } fmoe_kernels;
 
 #define FMOE_KERNEL(level, type, field) fmoe_##type##_fn fmoe_##field##_##level;
 #define FMOE_KERNEL_FIELD(type, field)
-#include "kernels.inc"
+#include "cpu/kernels/kernels.inc"
 
 /* cpu.c */
 int fmoe_cpu_level(void);       /* highest usable level, caps applied */

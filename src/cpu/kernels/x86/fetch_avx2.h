@@ -6,7 +6,7 @@
 #ifndef FMOE_FETCH_AVX2_H
 #define FMOE_FETCH_AVX2_H
 
-#include "cpu/side.h"
+#include "cpu/kernels/overlap.h"
 
 /* Lines a step, in 1/2^32: one at most. */
 static inline uint32_t carry_rate(const fmoe_walk *w, int64_t steps)

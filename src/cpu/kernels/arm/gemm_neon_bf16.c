@@ -7,9 +7,9 @@
  * interleaved once more into a strip of 32 KiB, which stays in L1 while all rows pass. Every number of rows takes the
  * same instruction, so a row's bits do not depend on its company. BFMMLA treats denormals as zero and rounds sums to
  * odd; see docs/numerics.md. */
-#include "cpu/neon.h"
+#include "cpu/kernels/arm/neon.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 enum { NR = 16 };
@@ -123,7 +123,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 }
 
 #define PANEL uint32_t
-#include "cpu/tiles.h"
+#include "cpu/kernels/tiles.h"
 
 /* 16 columns of a panel of pairs as quads of k: two rows of the panel become one, zeros where the second is missing. */
 static void make_strip(uint32_t *strip, const uint32_t *panel, int64_t kc)

@@ -3,8 +3,8 @@
  * softmax_tmpl.c - a router's softmax, in double. Compiled once per ISA level, by vectors of that level (vec.h). */
 #include <math.h>
 
-#include "cpu/kernels.h"
-#include "cpu/vec.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/vec.h"
 
 enum { HALF = LANES / 2 };
 typedef double wide __attribute__((vector_size(LANES * 4)));

@@ -5,7 +5,7 @@
 
 #include <immintrin.h>
 
-#include "cpu/load.h"
+#include "cpu/kernels/load.h"
 
 static inline __attribute__((always_inline)) __m256 load8(const int dtype, const void *p)
 {

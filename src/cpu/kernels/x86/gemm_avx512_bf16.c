@@ -6,12 +6,12 @@
  * The instruction treats denormals as zero and rounds to nearest even whatever MXCSR says; see docs/numerics.md. */
 #include <immintrin.h>
 
-#include "cpu/pack_pairs.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/x86/pack_pairs.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 #define QUADS_DOT(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
-#include "cpu/quads_avx512.h"
+#include "cpu/kernels/x86/kmajor_avx512.h"
 
 enum { PAIRS, QUADS }; /* forms of a tile */
 enum { UNIT = 2 };
@@ -29,7 +29,7 @@ static inline __m512 tile_unit(const char *a, bool whole)
     return _mm512_castsi512_ps(_mm512_set1_epi32((int)unit));
 }
 
-#include "cpu/tile_avx512.h"
+#include "cpu/kernels/x86/tile_avx512.h"
 
 static inline __attribute__((always_inline)) void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
@@ -43,7 +43,7 @@ static inline __attribute__((always_inline)) void lying_load(const char *w, int6
     }
 }
 
-#include "cpu/lying_avx512.h"
+#include "cpu/kernels/x86/nmajor_inplace_avx512.h"
 
 void fmoe_gemm_lying_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                       void *panel, float *c, int64_t ldc, int first, fmoe_side *side)

@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 
 enum {
     PACK_AHEAD = 12,       /* rows to fetch ahead while packing rows */

@@ -6,8 +6,8 @@
  * with B streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
 #include <immintrin.h>
 
-#include "cpu/pack_avx512.h"
-#include "cpu/kernels.h"
+#include "cpu/kernels/x86/pack_avx512.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 /* One loader per storage type, 16 elements or the first n of them. */
@@ -35,7 +35,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
     }
 
 #define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
-#include "cpu/quads_avx512.h"
+#include "cpu/kernels/x86/kmajor_avx512.h"
 
 /* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. QUADS: plus the type
  * that is widened on the side. */
@@ -59,7 +59,7 @@ static inline __m512 tile_unit(const char *a, bool whole)
     return _mm512_set1_ps(*(const float *)(const void *)a);
 }
 
-#include "cpu/tile_avx512.h"
+#include "cpu/kernels/x86/tile_avx512.h"
 
 static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
@@ -69,8 +69,8 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
     for (int j = 0; j < 4; j++) b[j] = _mm512_loadu_ps(w + 64 * j);
 }
 
-#include "cpu/lying_avx512.h"
-#include "cpu/turns_avx512.h"
+#include "cpu/kernels/x86/nmajor_inplace_avx512.h"
+#include "cpu/kernels/x86/intel_avx512.h"
 
 void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                 void *panel, float *c, int64_t ldc, int first, fmoe_side *side)

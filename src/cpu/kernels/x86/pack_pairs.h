@@ -3,7 +3,7 @@
 #ifndef FMOE_PACK_PAIRS_H
 #define FMOE_PACK_PAIRS_H
 
-#include "cpu/pack_avx512.h"
+#include "cpu/kernels/x86/pack_avx512.h"
 
 /* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. */
 static const uint16_t lower_words[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,

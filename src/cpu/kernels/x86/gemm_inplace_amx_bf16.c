@@ -6,9 +6,9 @@
  * call are fetched on the side: 16 rows at a time are more streams than a core prefetches by itself.
  *
  * Also here: the transposed left operand of weight gradients. */
-#include "cpu/amx.h"
-#include "cpu/kernels.h"
-#include "cpu/pack_avx512.h"
+#include "cpu/kernels/x86/amx.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/pack_avx512.h"
 #include "util.h"
 
 /* ---- packing ---- */

@@ -6,7 +6,7 @@
  * Weights whose columns are neighbours in memory (the backward's) are taken up to four panels at a time, with k that
  * much shorter: 64 columns are a few cache lines of a page, whose address is looked up again for each, and rows a power
  * of two apart share too few sets of L2 to wait there. */
-#include "cpu/line.h"
+#include "cpu/gemm/pipeline.h"
 
 static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 

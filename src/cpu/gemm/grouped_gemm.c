@@ -6,7 +6,7 @@
  * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic
  * counter, large experts first. A task takes its 64 columns of weights chunk by chunk (line.h), each weight byte read
  * once, and passes all rows of the expert by it while the chunk is in L2. */
-#include "cpu/line.h"
+#include "cpu/gemm/pipeline.h"
 
 /* ---- into the experts ---- */
 

@@ -4,8 +4,8 @@
  * has.
  *
  * Correct everywhere and the yardstick of every other level; panels are strips of 16 columns as on AVX2. */
-#include "cpu/kernels.h"
-#include "cpu/load.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/load.h"
 
 enum { NR = 16, MR = 2 };
 
@@ -40,7 +40,7 @@ static inline lanes lanes_load(const int dtype, const char *p) { return load1(dt
 static inline void lanes_store(float *to, lanes x) { *to = x; }
 static inline void lanes_turn(lanes x[LANES]) { (void)x; }
 
-#include "cpu/pack_strips.h"
+#include "cpu/kernels/pack_strips.h"
 
 DEFINE_PACKS(c)
 

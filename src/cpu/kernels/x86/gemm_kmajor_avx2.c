@@ -6,10 +6,10 @@
  *
  * Packing moves 16 bytes of a column at a time, and widens what is of 16 bits, in pieces beside the multiply-adds: all
  * of a panel in one of the tiles is more than passes between L1 and L2 meanwhile (7 % at 64 rows, 16 % at 16). */
-#include "cpu/fetch_avx2.h"
-#include "cpu/kernels.h"
-#include "cpu/load_avx2.h"
-#include "cpu/wide_quads.h"
+#include "cpu/kernels/x86/fetch_avx2.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/load_avx2.h"
+#include "cpu/kernels/wide_quads.h"
 
 enum {
     GROUP = 4,        /* columns of a tile */
@@ -125,7 +125,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 }
 
 #define PANEL float
-#include "cpu/tiles.h"
+#include "cpu/kernels/tiles.h"
 
 static inline __attribute__((always_inline)) void multiply(const int form, int64_t rows, int64_t kc,
                                                            const void *const *a, const float *panel, float *c,

@@ -4,9 +4,9 @@
  *
  * A is loaded as a scalar and multiplied by element: the broadcasting load (LD1R) would take a slot of the multipliers.
  * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
-#include "cpu/neon.h"
+#include "cpu/kernels/arm/neon.h"
 
-#include "cpu/kernels.h"
+#include "cpu/kernels/kernels.h"
 #include "util.h"
 
 enum { NR = 16 };
@@ -49,7 +49,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 }
 
 #define PANEL float
-#include "cpu/tiles.h"
+#include "cpu/kernels/tiles.h"
 
 void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                         int64_t ldc, int first, fmoe_side *side)
@@ -74,7 +74,7 @@ static inline __attribute__((always_inline)) lanes lanes_load(const int dtype, c
 static inline void lanes_store(float *to, lanes x) { vst1q_f32(to, vreinterpretq_f32_u32(x)); }
 static inline __attribute__((always_inline)) void lanes_turn(lanes x[LANES]) { transpose4(x); }
 
-#include "cpu/pack_strips.h"
+#include "cpu/kernels/pack_strips.h"
 
 DEFINE_PACKS(neon)
 

@@ -4,9 +4,9 @@
  * panels.
  *
  * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
-#include "cpu/fetch_avx2.h"
-#include "cpu/kernels.h"
-#include "cpu/load_avx2.h"
+#include "cpu/kernels/x86/fetch_avx2.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/load_avx2.h"
 
 enum { NR = 16, PACKED = 0 }; /* a strip's columns; where B is: in a panel, or in memory as a dtype */
 
@@ -59,7 +59,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 }
 
 #define PANEL float
-#include "cpu/tiles.h"
+#include "cpu/kernels/tiles.h"
 
 void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                         int64_t ldc, int first, fmoe_side *side)
@@ -141,7 +141,7 @@ static inline __attribute__((always_inline)) void lanes_turn(lanes r[LANES])
     for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 
-#include "cpu/pack_strips.h"
+#include "cpu/kernels/pack_strips.h"
 
 DEFINE_PACKS(avx2)
 

@@ -9,7 +9,7 @@
  * a row, broadcast. A sum then runs in four lanes, which are added at the end of the chunk. Packing costs 2 % at 16
  * rows (weights in L2). */
 
-#include "cpu/wide_quads.h"
+#include "cpu/kernels/wide_quads.h"
 
 enum { QUAD = 16, QUADS_STEP = FMOE_NB / 4 * QUAD }; /* bytes: of a block; of one step of 16 columns */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * line.c - a worker's line of chunks: one is multiplied, the next packed, the one after fetched (side.h). */
-#include "cpu/line.h"
+#include "cpu/gemm/pipeline.h"
 
 /* ---- on the side ---- */
 

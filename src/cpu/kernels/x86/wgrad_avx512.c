@@ -5,8 +5,8 @@
  * 64 of them a detour of the sums through L1 and a second loop costs a quarter of the time.
  *
  * Compiled twice: level avx512 multiplies f32, level avx512_bf16 pairs of bf16. */
-#include "cpu/kernels.h"
-#include "cpu/vec.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/kernels/vec.h"
 
 #if defined(__AVX512BF16__)
 #define OUTER fmoe_outer_bf16_avx512_bf16

@@ -2,7 +2,7 @@
  * groups.c - rows grouped by expert: validation and a stable counting sort. */
 #include <inttypes.h>
 
-#include "cpu/cpu.h"
+#include "cpu/groups.h"
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
 {

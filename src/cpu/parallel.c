@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pool.c - threads for the CPU backend: one pool for the process, made at the first run, grown when a plan asks for
+ * parallel.c - threads for the CPU backend: one pool for the process, made at the first run, grown when a plan asks for
  * more.
  *
  * A job is fn(arg, worker) on up to n workers, the caller being worker 0. Jobs divide their work by an atomic counter,
  * so a job is complete with any number of workers >= 1: threads that cannot be had are simply missed, and a job started
  * from inside a job runs on its caller alone. Every worker computes in the default floating point environment, whatever
  * the caller's is: the same bits with or without flush-to-zero, and the caller's state is put back. */
-#include "cpu/cpu.h"
+#include "cpu/parallel.h"
 
 #include <errno.h>
 #include <fenv.h>
@@ -220,4 +220,69 @@ int fmoe_cpu_count(void)
     if (sched_getaffinity(0, sizeof set, &set) == 0 && CPU_COUNT(&set) > 0) return CPU_COUNT(&set);
     const long n = sysconf(_SC_NPROCESSORS_ONLN);
     return n > 0 ? (int)n : 1;
+}
+
+/* ---- on the threads of a plan ---- */
+
+typedef struct callback {
+    void (*fn)(void *, int);
+    void *arg;
+} callback;
+
+static void call_worker(void *arg, int worker)
+{
+    const callback *c = arg;
+    fmoe_run_worker(c->fn, c->arg, worker);
+}
+
+void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), void *arg)
+{
+    callback c = {fn, arg};
+    if (p->d.parallel) p->d.parallel(p->d.parallel_ctx, fmoe_cpu(p)->threads, call_worker, &c);
+    else fmoe_pool_run(fmoe_cpu(p)->threads, fn, arg);
+}
+
+typedef struct parts_run {
+    const fmoe_part *parts;
+    int n;
+} parts_run;
+
+static void parts_worker(void *arg, int worker)
+{
+    const parts_run *run = arg;
+    const int first = run->n > 1 && !run->parts[1].brief ? worker % 2 : 0;
+    for (int i = 0; i < run->n; i++) {
+        const fmoe_part *part = &run->parts[(i + first) % run->n];
+        part->fn(part->arg, worker);
+    }
+}
+
+void fmoe_parallel_parts(const fmoe_plan_impl *p, const fmoe_part *parts, int n)
+{
+    parts_run run = {parts, n};
+    if (n) fmoe_parallel(p, parts_worker, &run);
+}
+
+typedef struct rows_run {
+    int64_t n, grain;
+    void (*fn)(void *, int64_t, int64_t);
+    void *ctx;
+    fmoe_tasks tasks;
+} rows_run;
+
+static void rows_worker(void *arg, int worker)
+{
+    (void)worker;
+    rows_run *run = arg;
+    int64_t task;
+    while (fmoe_claim(&run->tasks, &task))
+        run->fn(run->ctx, task * run->grain, fmoe_min(run->n, (task + 1) * run->grain));
+}
+
+void fmoe_for_rows(const fmoe_plan_impl *p, int64_t n, int64_t grain, void (*fn)(void *ctx, int64_t begin, int64_t end),
+                   void *ctx)
+{
+    rows_run run = {.n = n, .grain = grain, .fn = fn, .ctx = ctx};
+    run.tasks.n = fmoe_ceil_div(n, grain);
+    if (n) fmoe_parallel(p, rows_worker, &run);
 }

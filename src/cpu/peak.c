@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * ceiling.c - what this machine can do at most, measured where the kernels run and on as many threads: the rates that
+ * peak.c - what this machine can do at most, measured where the kernels run and on as many threads: the rates that
  * benchmarks are held against (the experimental ring of the header). */
 #define FMOE_EXPERIMENTAL
-#include "cpu/cpu.h"
+#include "cpu/parallel.h"
 
 #include <math.h>
 #include <stdlib.h>

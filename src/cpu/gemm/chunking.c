@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * chunk.c - a chunk of weights: how long it is, which form its panels have, and how it is packed. All of it depends on
- * the weights, the plan and the level alone, never on the rows: the same bits for any split of a batch.
+ * chunking.c - a chunk of weights: how long it is, which form its panels have, and how it is packed. All of it depends
+ * on the weights, the plan and the level alone, never on the rows: the same bits for any split of a batch.
  *
  * Weights whose columns are neighbours in memory (the backward's) are taken up to four panels at a time, with k that
  * much shorter: 64 columns are a few cache lines of a page, whose address is looked up again for each, and rows a power
@@ -10,7 +10,8 @@
 
 static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 
-/* bf16 pairs that are multiplied where they lie (line.c), whatever the step: no panel of them waits beside another. */
+/* bf16 pairs that are multiplied where they lie (pipeline.c), whatever the step: no panel of them waits beside another.
+ */
 static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 {
     return cpu->pairs && cpu->k.gemm_lying_bf16 && v->N % FMOE_NB == 0;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * direct.c - the products into and out of the experts where weights are multiplied as they lie (kernels.h:
+ * inplace_amx.c - the products into and out of the experts where weights are multiplied as they lie (kernels.h:
  * gemm_direct).
  *
  * First the activations are packed into tiles, 16 rows of an expert at a time, once for all columns. Then tasks as in
- * gemm.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from memory, 32 of them at a
- * time, and passes the rows by them. */
-#include "cpu/cpu.h"
+ * grouped_gemm.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from memory, 32 of them
+ * at a time, and passes the rows by them. */
+#include "cpu/gemm/jobs.h"
 
 /* ---- gathered activations: in tiles, or in rows for products by packed panels ---- */
 

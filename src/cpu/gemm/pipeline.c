@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * line.c - a worker's line of chunks: one is multiplied, the next packed, the one after fetched (side.h). */
+ * pipeline.c - a worker's line of chunks: one is multiplied, the next packed, the one after fetched (overlap.h). */
 #include "cpu/gemm/pipeline.h"
 
 /* ---- on the side ---- */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * line.h - weights chunk by chunk. A worker sees all the chunks of its tasks as one line, which runs on over tasks and
- * experts: while one is multiplied, the next is packed and the one after fetched. */
+ * pipeline.h - weights chunk by chunk. A worker sees all the chunks of its tasks as one line, which runs on over tasks
+ * and experts: while one is multiplied, the next is packed and the one after fetched. */
 #ifndef FMOE_CPU_LINE_H
 #define FMOE_CPU_LINE_H
 
-#include "cpu/cpu.h"
+#include "cpu/gemm/jobs.h"
 
 /* What is multiplied at a time: kc of k of up to 64 columns, or several panels of them, by up to FMOE_TASK_ROWS rows of
  * an expert. The sums of panel i are c[i*rows ...]. */
@@ -23,7 +23,7 @@ typedef struct fmoe_step {
     bool opens, closes;            /* out: first and last of all steps of those sums */
 } fmoe_step;
 
-/* ---- chunk.c ---- */
+/* ---- chunking.c ---- */
 
 int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v,
                       bool low); /* k of a chunk; low: of a low-rank term */
@@ -37,10 +37,10 @@ bool fmoe_in_quads(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 int64_t fmoe_panels_in(const fmoe_step *s);
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
 void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const fmoe_step *s, char *panel);
-bool fmoe_is_packed(const fmoe_step *s); /* beforehand (packed.c) */
+bool fmoe_is_packed(const fmoe_step *s); /* beforehand (prepacked.c) */
 const char *fmoe_packed_at(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 
-/* ---- line.c ---- */
+/* ---- pipeline.c ---- */
 
 typedef struct fmoe_line {
     const fmoe_cpu_plan *cpu;

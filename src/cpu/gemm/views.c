@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * operands.c - what products are made of: matrices of weights, rows, and the scratch of a worker. */
-#include "cpu/cpu.h"
+ * views.c - what products are made of: matrices of weights, rows, and the scratch of a worker. */
+#include "cpu/gemm/views.h"
 
 fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
 {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * outer.c - weight and bias gradients: products that contract over the rows of an expert.
+ * wgrad.c - weight and bias gradients: products that contract over the rows of an expert.
  *
  * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64
  * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task
  * owns a range of rows of dW, keeps the packed A for them, and walks along the columns; sums stay in registers over all
  * rows of the expert, up to a chunk, and go from there to memory where the level can (outer_*). */
-#include "cpu/cpu.h"
+#include "cpu/gemm/jobs.h"
 
 /* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
  */

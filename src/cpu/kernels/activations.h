@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * acts.h - activations: each is one function of vectors for its value and both derivatives, and a compiler leaves out
- * what a caller does not use. Nothing branches on data; NaN in gives NaN out. */
+ * activations.h - activations: each is one function of vectors for its value and both derivatives, and a compiler
+ * leaves out what a caller does not use. Nothing branches on data; NaN in gives NaN out. */
 #ifndef FMOE_CPU_ACTS_H
 #define FMOE_CPU_ACTS_H
 

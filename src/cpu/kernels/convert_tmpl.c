@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * rows_tmpl.c - elementwise work on single rows: conversions and sums. Compiled once per ISA level (FMOE_ISA and the
+ * convert_tmpl.c - elementwise work on single rows: conversions and sums. Compiled once per ISA level (FMOE_ISA and the
  * level's flags come from the build), by vectors of that level (vec.h): the same bits every time, and an element's do
  * not depend on where it stands. */
 #include "cpu/kernels/kernels.h"

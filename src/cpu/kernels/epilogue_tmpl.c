@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * blocks_tmpl.c - what epilogues do with blocks of sums, up to 64 columns wide: activations and their gradients,
+ * epilogue_tmpl.c - what epilogues do with blocks of sums, up to 64 columns wide: activations and their gradients,
  * storing, adding to the sums of tokens. Compiled once per ISA level, by vectors of that level (vec.h).
  *
  * Rows that are not whole steps pass through the same loops, in rows that are: an element's bits do not depend on where
@@ -159,7 +159,7 @@ void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 
 /* ---- blocks of sums to memory ---- */
 
-/* Past the cache only what is whole lines. A worker puts a fence after all of its stores (pool.c). */
+/* Past the cache only what is whole lines. A worker puts a fence after all of its stores (parallel.c). */
 INLINE void store_block(const int type, char *to, int64_t stride, const float *c, int64_t m, int64_t n, bool past)
 {
     const int64_t bytes = bytes_of(type);

@@ -135,11 +135,13 @@ typedef struct fmoe_kernels {
 #define FMOE_KERNEL_FIELD(type, field)
 #include "cpu/kernels/kernels.inc"
 
-/* cpu.c */
+/* isa.c */
 int fmoe_cpu_level(void);       /* highest usable level, caps applied */
 int fmoe_cpu_level_count(void); /* of this build */
 const char *fmoe_cpu_level_name(int level);
 int fmoe_cpu_level_available(int level);            /* CPU and operating system have it */
 void fmoe_kernels_fill(fmoe_kernels *k, int level); /* C first, then upwards */
+bool fmoe_cpu_is_intel(void);
+const char *fmoe_cpu_isa_warning(void); /* FMOE_MAX_ISA that was not understood; "" otherwise. After fmoe_cpu_level() */
 
 #endif

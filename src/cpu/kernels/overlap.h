@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * side.h - what a product does on the side. While chunk i of the weights is multiplied, chunk i+1 is packed and chunk
- * i+2 is fetched from memory, a piece of eight cache lines at a time, spread over the multiply-adds: packing
- * then uses units that wait otherwise (shuffles, stores), and memory never rests.
+ * overlap.h - what a product does on the side. While chunk i of the weights is multiplied, chunk i+1 is packed and
+ * chunk i+2 is fetched from memory, a piece of eight cache lines at a time, spread over the multiply-adds: packing then
+ * uses units that wait otherwise (shuffles, stores), and memory never rests.
  *
  * A level whose gemm knows no pieces leaves `pack` alone, and the caller packs the chunk whole when gemm returns. */
 #ifndef FMOE_CPU_SIDE_H
@@ -36,7 +36,7 @@ typedef struct fmoe_side {
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool turns;        /* where it can be, it is looked after once in several steps (turns_avx512.h) */
+    bool turns;        /* where it can be, it is looked after once in several steps (intel_avx512.h) */
     bool again;        /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
     int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
     fmoe_walk rows;    /* fetched too: what the epilogue will read and write */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * activation.c - the activation as an operation of its own, in blocks of 64 columns through f32. */
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 enum { GRAIN = 16 };
 

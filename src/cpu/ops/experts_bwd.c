@@ -15,7 +15,7 @@
  *
  * What is not asked for is not computed. Columns of dh stand in the stored order of W1's rows, so interleaved weights
  * and their gradients need no shuffling. */
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 typedef struct backward_buffers {
     fmoe_groups g;

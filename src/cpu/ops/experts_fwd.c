@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * experts.c - the fused layer, forward: sort, up with the activation in its epilogue, down with the combination in its
- * epilogue. Between the two products only a [R,I] exists; x is gathered by row pointers, y is never stored. */
+ * experts_fwd.c - the fused layer, forward: sort, up with the activation in its epilogue, down with the combination in
+ * its epilogue. Between the two products only a [R,I] exists; x is gathered by row pointers, y is never stored. */
 #include <inttypes.h>
 
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 /* ---- weights ---- */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * gmm.c - grouped matmul, forward and backward, stacked and as lists. */
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 typedef struct gmm_buffers {
     fmoe_groups g;

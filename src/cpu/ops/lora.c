@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * adapters.c - what passes between the factors of a low-rank adapter, and factors that are wider than the plan's dtype.
+ * lora.c - what passes between the factors of a low-rank adapter, and factors that are wider than the plan's dtype.
  */
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap)
 {

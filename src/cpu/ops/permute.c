@@ -2,7 +2,7 @@
  * permute.c - rows to their experts and back: copies, weighted sums, and their gradients. */
 #include <inttypes.h>
 
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 enum { GRAIN = 16 }; /* tokens of one piece of work */
 

@@ -8,7 +8,7 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 typedef struct route_scratch {
     double *score, *choice; /* [E] */

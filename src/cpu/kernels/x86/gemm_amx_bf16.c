@@ -10,10 +10,10 @@
  * through tiles too (16 x 64 blocks): the sums of vdpbf16ps differ, and loading tiles is faster than memory.
  *
  * Tiles are configured on entry and released on return, 0.1 us: nothing of them is left in the thread. */
-#include "cpu/kernels/x86/amx.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/kernels/x86/pack_pairs.h"
 #include "cpu/kernels/vec.h"
+#include "cpu/kernels/x86/amx.h"
+#include "cpu/kernels/x86/pack_avx512.h"
 
 enum { HALVES = 2, BLOCK_ROWS = HALVES * TILE_ROWS, STEPS = FMOE_KC_PAIRS / TILE_K, B_STEP = TILE_K / 2 * FMOE_NB };
 

@@ -4,9 +4,8 @@
  * panels.
  *
  * A panel is four strips of 16 columns; a strip of a chunk is 32 KiB and stays in L1 while all rows pass. */
-#include "cpu/kernels/x86/fetch_avx2.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/kernels/x86/load_avx2.h"
+#include "cpu/kernels/x86/avx2.h"
 
 enum { NR = 16, PACKED = 0 }; /* a strip's columns; where B is: in a panel, or in memory as a dtype */
 

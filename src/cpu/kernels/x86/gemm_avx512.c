@@ -6,8 +6,8 @@
  * with B streaming from L2. Rows are split evenly over tiles (8 rows: 4 + 4, not 6 + 2). */
 #include <immintrin.h>
 
-#include "cpu/kernels/x86/pack_avx512.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/pack_avx512.h"
 #include "util.h"
 
 /* One loader per storage type, 16 elements or the first n of them. */
@@ -36,6 +36,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 
 #define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #include "cpu/kernels/x86/kmajor_avx512.h"
+#include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
 /* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. QUADS: plus the type
  * that is widened on the side. */

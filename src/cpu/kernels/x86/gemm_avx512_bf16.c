@@ -6,12 +6,13 @@
  * The instruction treats denormals as zero and rounds to nearest even whatever MXCSR says; see docs/numerics.md. */
 #include <immintrin.h>
 
-#include "cpu/kernels/x86/pack_pairs.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/pack_avx512.h"
 #include "util.h"
 
 #define QUADS_DOT(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
 #include "cpu/kernels/x86/kmajor_avx512.h"
+#include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
 enum { PAIRS, QUADS }; /* forms of a tile */
 enum { UNIT = 2 };

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * direct_amx_bf16.c - products by weights where they lie: 16 rows of a matrix stored along k are a tile of A, so
+ * gemm_inplace_amx_bf16.c - products by weights where they lie: 16 rows of a matrix stored along k are a tile of A, so
  * weights are read once, straight from memory, and never packed. What is packed is the activations, once, as tiles of
  * B. C comes out transposed and is turned in registers, 16 x 16 at a time: some 3 % of the time. Weights of the next
  * call are fetched on the side: 16 rows at a time are more streams than a core prefetches by itself.
  *
  * Also here: the transposed left operand of weight gradients. */
-#include "cpu/kernels/x86/amx.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/x86/amx.h"
 #include "cpu/kernels/x86/pack_avx512.h"
 #include "util.h"
 

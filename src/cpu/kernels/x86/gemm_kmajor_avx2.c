@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * quads_avx2.c - f32 products on AVX2 + FMA by weights that lie along k. A register of B is four k of two columns, one
- * of A the same four k of a row, twice: nothing is transposed. A tile is 6 rows x 4 columns, and its sums run in four
- * lanes that are added at the end of the chunk.
+ * gemm_kmajor_avx2.c - f32 products on AVX2 + FMA by weights that lie along k. A register of B is four k of two
+ * columns, one of A the same four k of a row, twice: nothing is transposed. A tile is 6 rows x 4 columns, and its sums
+ * run in four lanes that are added at the end of the chunk.
  *
  * Packing moves 16 bytes of a column at a time, and widens what is of 16 bits, in pieces beside the multiply-adds: all
  * of a panel in one of the tiles is more than passes between L1 and L2 meanwhile (7 % at 64 rows, 16 % at 16). */
-#include "cpu/kernels/x86/fetch_avx2.h"
 #include "cpu/kernels/kernels.h"
-#include "cpu/kernels/x86/load_avx2.h"
-#include "cpu/kernels/wide_quads.h"
+#include "cpu/kernels/x86/avx2.h"
 
 enum {
     GROUP = 4,        /* columns of a tile */

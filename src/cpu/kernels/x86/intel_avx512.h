@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * turns_avx512.h - f32 tiles for Intel's cores: the side (side.h) is looked after once in a turn of several steps, not
- * in each, and rows of A are left to the core's own prefetchers. Sums are those of quads_avx512.h and tile_avx512.h,
- * bit for bit.
+ * intel_avx512.h - f32 tiles for Intel's cores: the side (overlap.h) is looked after once in a turn of several steps,
+ * not in each, and rows of A are left to the core's own prefetchers. Sums are those of kmajor_avx512.h and
+ * tile_avx512.h, bit for bit.
  *
  * Such a core starts six instructions a cycle, and where another thread shares it every second cycle is the other's: 36
  * while the 24 multiply-adds of a step take their 12 cycles. 34 of them are the products; a look at the side and six

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * lying_avx512.h - products by weights where they lie, 64 columns side by side in memory, on AVX-512: the backward's,
- * as Hugging Face stores them. Included after tile_avx512.h and after a file has defined
+ * nmajor_inplace_avx512.h - products by weights where they lie, 64 columns side by side in memory, on AVX-512: the
+ * backward's, as Hugging Face stores them. Included after tile_avx512.h and after a file has defined
  *
  *   static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4]);      one step of k
  *

@@ -6,8 +6,8 @@
  *   QUADS_DOT(acc, a, b)                                         the multiply-add of its 32-bit units
  *   enum { UNIT };                                               k of such a unit
  *   static inline __m512 tile_unit(const char *a, bool whole);   one of A, broadcast; not whole at the end of an odd kc
- *   enum { ..., QUADS };                                         forms of a tile, the last ones those of quads_avx512.h
- *   static inline void tile_piece(const int form, fmoe_side *side);
+ *   enum { ..., QUADS };                                         forms of a tile, the last ones those of
+ * kmajor_avx512.h static inline void tile_piece(const int form, fmoe_side *side);
  *
  * In the forms of quads kc is in bytes. */
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * outer_avx2.c - blocks of a weight gradient on AVX2 + FMA, from two packed panels to memory: the 6 x 16 tile of
+ * wgrad_avx2.c - blocks of a weight gradient on AVX2 + FMA, from two packed panels to memory: the 6 x 16 tile of
  * gemm_avx2.c, whose rows are neighbours here. Sums of f32 leave the registers past the cache, a line each; in 16 bits
  * a tile has half a line, so they wait in L1 for the other columns of their rows. */
 #include <immintrin.h>

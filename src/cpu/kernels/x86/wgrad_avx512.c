@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * outer_avx512.c - blocks of a weight gradient, from two packed panels to memory: the 6 x 64 register tile of
+ * wgrad_avx512.c - blocks of a weight gradient, from two packed panels to memory: the 6 x 64 register tile of
  * gemm_avx512.c, whose sums leave the registers in the gradient's type and past the cache. An expert has few rows: at
  * 64 of them a detour of the sums through L1 and a second loop costs a quarter of the time.
  *

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * packed.c - the weights of a layer as a packed buffer: the panels that line.c would make of them inside every call,
- * made once. A header says what they were made of and for which plans; it holds no pointers, so that a buffer may be
- * moved, written to a file and mapped again.
+ * prepacked.c - the weights of a layer as a packed buffer: the panels that pipeline.c would make of them inside every
+ * call, made once. A header says what they were made of and for which plans; it holds no pointers, so that a buffer may
+ * be moved, written to a file and mapped again.
  *
  *   header | W1: [expert][block of columns][chunk of k] panels | W2: [block of columns][expert][chunk of k] panels
  *
@@ -10,7 +10,7 @@
  * through the experts of one block of columns after another. Reading is one stream, without a copy. */
 #include <inttypes.h>
 
-#include "cpu/cpu.h"
+#include "cpu/ops/ops.h"
 
 enum { LAYOUT_VERSION = 2, ALIGN = 64 }; /* of the panels, and of what the caller gives */
 

@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * isa.c - which ISA level this CPU, this operating system and this build have, and the kernels of a level. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "backend.h"
+#include "cpu/kernels/kernels.h"
+#include "cpu/parallel.h"
+#include "util.h"
+
+/* ---- levels ---- */
+
+/* From low to high; each contains the ones before it. From LEVEL_WIDE on, f32 panels are 64 columns wide, below 16. */
+#if defined(__x86_64__)
+enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVEL_amx_bf16, LEVELS, LEVEL_WIDE = LEVEL_avx512 };
+static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+#elif defined(__aarch64__)
+enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS, LEVEL_WIDE = LEVELS };
+static const char *const level_names[LEVELS] = {"c", "neon", "neon_bf16"};
+#else
+enum { LEVEL_c, LEVELS, LEVEL_WIDE = LEVELS };
+static const char *const level_names[LEVELS] = {"c"};
+#endif
+
+/* Of this build: the last levels are left out where the compiler does not know their instructions. */
+#if defined(FMOE_NO_AVX512_BF16)
+enum { BUILT = LEVEL_avx512 };
+#elif defined(FMOE_NO_AMX_BF16)
+enum { BUILT = LEVEL_avx512_bf16 };
+#elif defined(FMOE_NO_NEON_BF16)
+enum { BUILT = LEVEL_neon };
+#else
+enum { BUILT = LEVELS - 1 };
+#endif
+
+static pthread_once_t detect_once = PTHREAD_ONCE_INIT;
+static int detected; /* highest level of CPU, operating system and build */
+static bool intel;
+static int env_cap = LEVELS - 1; /* FMOE_MAX_ISA */
+static char env_warning[96];
+static _Atomic int api_cap = LEVELS - 1; /* fmoe_cpu_set_max_isa */
+
+static int level_by_name(const char *name)
+{
+    for (int i = 0; i < LEVELS; i++)
+        if (strcmp(name, level_names[i]) == 0) return i;
+    return -1;
+}
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Which register files the operating system saves (XCR0): the CPUID bits alone are not enough. */
+static uint64_t os_state(void)
+{
+    uint32_t lo, hi;
+    __asm__ volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(0));
+    return (uint64_t)hi << 32 | lo;
+}
+
+#ifdef FMOE_AMX_EMULATE
+static bool has_tiles(bool cpu, uint64_t state) { return (void)cpu, (void)state, true; }
+#else
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* Tiles, 8 KiB of state, have to be asked for, once in a process: Linux keeps them from programs that do not, whose
+ * signal stacks may be too small. Palette 1 must have 8 tiles of 16 rows of 64 bytes. */
+static bool has_tiles(bool cpu, uint64_t state)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 }; /* ARCH_REQ_XCOMP_PERM of asm/prctl.h, new in Linux 5.16 */
+    const uint64_t tiles = 3u << 17;
+    unsigned a, b, c, d;
+    if (!cpu || (state & tiles) != tiles || !__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return false;
+    if (b >> 16 < 8 || (b & 0xffff) != 64 || (c & 0xffff) != 16) return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
+static bool detect_intel(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(0, &a, &b, &c, &d) && b == signature_INTEL_ebx && c == signature_INTEL_ecx;
+}
+
+static int detect_level(void)
+{
+    unsigned a, b, c, d;
+    const uint64_t ymm = 0x6, zmm = 0xe6;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return LEVEL_c;
+    const bool fma = c >> 12 & 1, osxsave = c >> 27 & 1, avx = c >> 28 & 1, f16c = c >> 29 & 1;
+    if (!osxsave || !avx || !fma || !f16c) return LEVEL_c;
+    const uint64_t state = os_state();
+    if ((state & ymm) != ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return LEVEL_c;
+    if (!(b >> 5 & 1)) return LEVEL_c;
+    const bool f = b >> 16 & 1, dq = b >> 17 & 1, bw = b >> 30 & 1, vl = b >> 31 & 1;
+    if (!f || !dq || !bw || !vl || (state & zmm) != zmm) return LEVEL_avx2;
+    const bool amx = d >> 22 & 1 && d >> 24 & 1; /* bf16 products, tiles */
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return LEVEL_avx512;
+    return env_cap >= LEVEL_amx_bf16 && has_tiles(amx, state) ? LEVEL_amx_bf16 : LEVEL_avx512_bf16;
+}
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+#ifndef HWCAP2_BF16
+#define HWCAP2_BF16 (1ul << 14) /* C libraries older than the extension */
+#endif
+
+static bool detect_intel(void) { return false; }
+
+/* The operating system says what may be used; NEON itself is part of the architecture. */
+static int detect_level(void) { return getauxval(AT_HWCAP2) & HWCAP2_BF16 ? LEVEL_neon_bf16 : LEVEL_neon; }
+#else
+static bool detect_intel(void) { return false; }
+static int detect_level(void) { return LEVEL_c; }
+#endif
+
+/* The names of the first n levels; text has room for all. */
+static const char *list_levels(char text[64], int n, const char *between)
+{
+    text[0] = 0;
+    for (int i = 0; i < n; i++) strcat(strcat(text, i ? between : ""), level_names[i]);
+    return text;
+}
+
+static void detect(void)
+{
+    const char *env = getenv("FMOE_MAX_ISA");
+    const int cap = env && *env ? level_by_name(env) : LEVELS - 1;
+    if (cap >= 0) env_cap = cap; /* before levels are tried: tiles that are not wanted are not asked for */
+    else snprintf(env_warning, sizeof env_warning, "FMOE_MAX_ISA=%.40s is not a level and is ignored", env);
+    detected = detect_level();
+    if (detected > BUILT) detected = BUILT;
+    intel = detect_intel();
+}
+
+int fmoe_cpu_level_count(void) { return LEVELS; }
+const char *fmoe_cpu_level_name(int level) { return level_names[level]; }
+
+int fmoe_cpu_level_available(int level)
+{
+    pthread_once(&detect_once, detect);
+    return level <= detected;
+}
+
+int fmoe_cpu_level(void)
+{
+    pthread_once(&detect_once, detect);
+    const int cap = atomic_load(&api_cap) < env_cap ? atomic_load(&api_cap) : env_cap;
+    return detected < cap ? detected : cap;
+}
+
+const char *fmoe_cpu_isa(void) { return level_names[fmoe_cpu_level()]; }
+
+fmoe_status fmoe_cpu_set_max_isa(const char *name)
+{
+    const int cap = name ? level_by_name(name) : LEVELS - 1;
+    if (cap < 0) {
+        char known[64];
+        return fmoe_fail(FMOE_ERR_ARG, "ISA level '%.40s' is unknown: %s", name, list_levels(known, LEVELS, ", "));
+    }
+    atomic_store(&api_cap, cap);
+    return FMOE_OK;
+}
+
+bool fmoe_cpu_is_intel(void)
+{
+    pthread_once(&detect_once, detect);
+    return intel;
+}
+
+const char *fmoe_cpu_isa_warning(void) { return env_warning; }
+
+void fmoe_kernels_fill(fmoe_kernels *k, int level)
+{
+    memset(k, 0, sizeof *k);
+    k->isa = level_names[level];
+    k->nr = level >= LEVEL_WIDE ? 64 : 16;
+#define FMOE_KERNEL_FIELD(type, field)
+#define FMOE_KERNEL(lvl, type, field)                                                                                  \
+    if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
+#include "cpu/kernels/kernels.inc"
+    if (level >= LEVEL_WIDE) k->gemm_lying_wide_bf16 = k->gemm_lying_wide_f16 = NULL; /* packing is faster there */
+}
+
+/* ---- what fmoe_info() says of them ---- */
+
+/* The processor's own name for itself; "" where there is none to ask. */
+static void cpu_name(char name[49])
+{
+    name[0] = 0;
+#if defined(__x86_64__)
+    unsigned r[12];
+    if ((unsigned)__get_cpuid_max(0x80000000u, NULL) < 0x80000004u) return;
+    for (unsigned i = 0; i < 3; i++)
+        __get_cpuid(0x80000002u + i, &r[4 * i], &r[4 * i + 1], &r[4 * i + 2], &r[4 * i + 3]);
+    memcpy(name, r, 48);
+    name[48] = 0;
+    for (size_t end = strlen(name); end > 0 && name[end - 1] == ' ';) name[--end] = 0;
+#endif
+}
+
+/* Every kernel that a plan made now would use, by name. */
+static size_t kernel_names(char *text, size_t n)
+{
+    static const struct {
+        const char *field, *name;
+        int level;
+    } all[] = {
+#define FMOE_KERNEL_FIELD(type, field)
+#define FMOE_KERNEL(lvl, type, field) {#field, #field "_" #lvl, LEVEL_##lvl},
+#include "cpu/kernels/kernels.inc"
+    };
+    const int count = (int)(sizeof all / sizeof *all), level = fmoe_cpu_level();
+    size_t used = (size_t)snprintf(text, n, "     kernels:");
+    for (int i = 0; i < count; i++) {
+        bool best = all[i].level <= level;
+        for (int j = i + 1; j < count; j++) best &= all[j].level > level || strcmp(all[j].field, all[i].field) != 0;
+        if (best) used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, " %s", all[i].name);
+    }
+    return used + (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "\n");
+}
+
+size_t fmoe_cpu_info(char *text, size_t n)
+{
+    pthread_once(&detect_once, detect);
+    char levels[64], name[49];
+    cpu_name(name);
+    const size_t used = (size_t)snprintf(text, n, "cpu: %s%s%d cores, levels %s, in use %s%s%s\n", name,
+                                         *name ? ", " : "", fmoe_cpu_count(), list_levels(levels, detected + 1, " "),
+                                         fmoe_cpu_isa(), env_warning[0] ? "; " : "", env_warning);
+    return used + kernel_names(used < n ? text + used : NULL, used < n ? n - used : 0);
+}

@@ -138,13 +138,13 @@ static void check_tile_order(const product *p, int first)
 
 /* A chunk to be packed on the side: the two halves of its panels' columns in memory of their own, each ending at a
  * forbidden page, and what the panels shall be. */
-typedef struct beside {
-    fmoe_side side;
+typedef struct overlapped {
+    fmoe_overlap overlap;
     int64_t units; /* of the panels */
     unsigned char *want;
-} beside;
+} overlapped;
 
-static void draw_beside(beside *b, form f)
+static void draw_overlap(overlapped *b, form f)
 {
     const bool pairs = f.pairs;
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
@@ -157,7 +157,7 @@ static void draw_beside(beside *b, form f)
     const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;
     const size_t bytes = (size_t)((lines - 1) * step + (cols ? kc : columns) * element);
     char *half[2];
-    *b = (beside){.units = panels * panel_units(f, kc)};
+    *b = (overlapped){.units = panels * panel_units(f, kc)};
     b->want = check_alloc((size_t)b->units * 4);
     for (int h = 0; h < 2; h++) {
         half[h] = check_guarded(bytes, (size_t)element);
@@ -177,33 +177,33 @@ static void draw_beside(beside *b, form f)
             }
     }
     char *const panel = check_guarded((size_t)b->units * 4, 64);
-    b->side = (fmoe_side){.panel = panel,
-                          .to = panel,
-                          .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
-                          .to_run = cols ? 32 : 2 * FMOE_NB * 4,
-                          .kind = f.quads ? FMOE_SIDE_QUADS
-                                  : cols  ? FMOE_SIDE_COLS
-                                          : FMOE_SIDE_ROWS,
-                          .dtype = dtype,
-                          .pack = {.at = half[0],
-                                   .half = {half[0], half[1]},
-                                   .left = pieces * (cols ? FMOE_NB / of_a_piece : panels),
-                                   .step = step,
-                                   .advance = cols ? k * element : FMOE_NB * element,
-                                   .run_step = cols ? of_a_piece * step : k * step,
-                                   .in_run = (int32_t)(cols ? pieces : panels),
-                                   .length = (int32_t)(cols ? pieces : panels),
-                                   .per_half = (int32_t)(cols ? 32 / of_a_piece : pieces)}};
+    b->overlap = (fmoe_overlap){.panel = panel,
+                                .to = panel,
+                                .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
+                                .to_run = cols ? 32 : 2 * FMOE_NB * 4,
+                                .kind = f.quads ? FMOE_OVERLAP_KMAJOR
+                                        : cols  ? FMOE_OVERLAP_TRANSPOSE
+                                                : FMOE_OVERLAP_NMAJOR,
+                                .dtype = dtype,
+                                .pack = {.at = half[0],
+                                         .half = {half[0], half[1]},
+                                         .left = pieces * (cols ? FMOE_NB / of_a_piece : panels),
+                                         .step = step,
+                                         .advance = cols ? k * element : FMOE_NB * element,
+                                         .run_step = cols ? of_a_piece * step : k * step,
+                                         .in_run = (int32_t)(cols ? pieces : panels),
+                                         .length = (int32_t)(cols ? pieces : panels),
+                                         .per_half = (int32_t)(cols ? 32 / of_a_piece : pieces)}};
 }
 
-static void check_beside(const beside *b, int64_t asked)
+static void check_overlap(const overlapped *b, int64_t asked)
 {
     const size_t bytes = (size_t)b->units * 4;
-    if (b->side.pack.left == asked) return; /* a level that packs nothing on the side */
-    if (b->side.pack.left) check_fail("%" PRId64 " of %" PRId64 " pieces were left", b->side.pack.left, asked);
+    if (b->overlap.pack.left == asked) return; /* a level that packs nothing on the side */
+    if (b->overlap.pack.left) check_fail("%" PRId64 " of %" PRId64 " pieces were left", b->overlap.pack.left, asked);
     for (size_t i = 0; i < bytes && !check_failed(); i++)
-        if ((unsigned char)b->side.panel[i] != b->want[i])
-            check_fail("on the side: byte %zu of the panel is %02x, not %02x", i, (unsigned char)b->side.panel[i],
+        if ((unsigned char)b->overlap.panel[i] != b->want[i])
+            check_fail("on the side: byte %zu of the panel is %02x, not %02x", i, (unsigned char)b->overlap.panel[i],
                        b->want[i]);
 }
 
@@ -233,14 +233,14 @@ void check_gemm(const check_kernel *k, int64_t index)
     for (int64_t r = 0; r < p.rows && !first; r++)
         for (int64_t n = 0; n < FMOE_NB; n++) p.c[r * p.ldc + n] = (float)(2 * check_uniform() - 1);
     memcpy(p.before, p.c, elements * sizeof *p.c);
-    beside next;
-    draw_beside(&next, p.f);
-    const int64_t asked = next.side.pack.left;
-    fmoe_side nothing = {0};
-    next.side.fetch = forbidden_lines(check_below(2));
-    next.side.turns = check_below(4) > 0;
-    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.side);
-    check_beside(&next, asked);
+    overlapped next;
+    draw_overlap(&next, p.f);
+    const int64_t asked = next.overlap.pack.left;
+    fmoe_overlap nothing = {0};
+    next.overlap.fetch = forbidden_lines(check_below(2));
+    next.overlap.batched = check_below(4) > 0;
+    gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.overlap);
+    check_overlap(&next, asked);
     for (int64_t r = 0; r < p.rows && !check_failed(); r++) {
         for (int64_t n = 0; n < FMOE_NB; n++) {
             double sum = first ? 0 : (double)p.before[r * p.ldc + n], magnitude = fabs(sum);
@@ -255,7 +255,8 @@ void check_gemm(const check_kernel *k, int64_t index)
             if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4))
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
-    if (next.side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -next.side.fetch.left);
+    if (next.overlap.fetch.left < 0)
+        check_fail("%" PRId64 " pieces were taken past the last", -next.overlap.fetch.left);
     if (p.pairs && !p.f.quads && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
@@ -279,7 +280,7 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
     BENCH_FILL(panel);
     BENCH_FILL(a);
-    fmoe_side nothing = {0};
+    fmoe_overlap nothing = {0};
     for (int i = 0; i < 20; i++) gemm(ROWS, kc, rows, 4, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
@@ -312,17 +313,17 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
     for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
         want[i] = p.c[i] = (float)(2 * check_uniform() - 1);
-    fmoe_side side = {.fetch = forbidden_lines(false), .turns = check_below(4) > 0}, nothing = {0};
+    fmoe_overlap overlap = {.fetch = forbidden_lines(false), .batched = check_below(4) > 0}, nothing = {0};
     fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
     gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
-    lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &side);
+    lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &overlap);
     for (int64_t i = 0; i < p.rows * FMOE_NB && !check_failed(); i++) {
         const int64_t at = i / FMOE_NB * p.ldc + i % FMOE_NB;
         if (memcmp(&p.c[at], &want[at], 4))
             check_fail("c[%" PRId64 "] is %a, packed %a", at, (double)p.c[at], (double)want[at]);
     }
     if (p.rows > FMOE_MR && memcmp(panel, p.panel, room)) check_fail("the panel it leaves is not the packed one");
-    if (side.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -side.fetch.left);
+    if (overlap.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -overlap.fetch.left);
 }
 
 void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
@@ -336,7 +337,7 @@ void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t 
     for (int i = 0; i < ROWS; i++) rows[i] = a[i];
     BENCH_FILL(w);
     BENCH_FILL(a);
-    fmoe_side nothing = {0};
+    fmoe_overlap nothing = {0};
     for (int i = 0; i < 20; i++) lying(ROWS, kc, rows, w, FMOE_NB * unit, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
@@ -539,7 +540,7 @@ void check_gemm_along(const check_kernel *k, int64_t index)
     memcpy(fmoe_data(want), fmoe_data(got), (size_t)(rows * FMOE_NB) * sizeof(float));
     for (int64_t k0 = 0; k0 < kc; k0 += chunk) {
         const int64_t n = fmoe_min(chunk, kc - k0);
-        fmoe_side none = {0};
+        fmoe_overlap none = {0};
         for (int64_t j = 0; j < width; j++) cols[j] = w + j * step + k0 * element;
         for (int64_t i = 0; i < rows; i++) of_chunk[i] = (const char *)a[i] + k0 * element;
         for (int64_t half = 0; half < 2; half++) pack(panel, n, half * width, cols, width);

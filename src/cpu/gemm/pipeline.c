@@ -38,19 +38,19 @@ void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, b
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
-static void side_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *panel, fmoe_side *side)
+static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *panel, fmoe_overlap *overlap)
 {
     enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
     const bool cols = fmoe_along_k(s), quads = fmoe_in_quads(cpu, s);
     const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = quads ? 4 : 8; /* of a piece */
-    fmoe_walk *w = &side->pack;
+    fmoe_walk *w = &overlap->pack;
     if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
-    side->panel = side->to = panel;
-    side->kind = quads ? FMOE_SIDE_QUADS : cols ? FMOE_SIDE_COLS : FMOE_SIDE_ROWS;
-    side->dtype = s->dtype;
-    side->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
-    side->to_run = cols ? 32 : 2 * ROW;
+    overlap->panel = overlap->to = panel;
+    overlap->kind = quads ? FMOE_OVERLAP_KMAJOR : cols ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
+    overlap->dtype = s->dtype;
+    overlap->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    overlap->to_run = cols ? 32 : 2 * ROW;
     w->at = w->half[0];
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = cols ? k * element : FMOE_NB * element;
@@ -62,10 +62,11 @@ static void side_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *panel,
 
 /* Let it fetch a packed panel: one line after another; on Intel's cores eighths of it side by side where memory and
  * products take about as long (10 % at 16 and 24 rows, 1 at 48; at 8 it costs 4 %, at 64 up to 3). */
-static void side_fetch_packed(const fmoe_cpu_plan *cpu, const fmoe_step *s, int64_t rows, fmoe_side *side)
+static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step *s, int64_t rows,
+                                       fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
-    fmoe_walk *w = &side->fetch;
+    fmoe_walk *w = &overlap->fetch;
     w->at = w->half[0] = fmoe_packed_at(cpu, s);
     w->step = LINE;
     w->advance = 8 * LINE;
@@ -95,11 +96,11 @@ static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_s
 }
 
 /* Let it fetch the lines of panel j of such a step. */
-static void side_fetch_lying(const fmoe_step *s, int64_t j, fmoe_side *side)
+static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    fmoe_walk *w = &side->fetch;
+    fmoe_walk *w = &overlap->fetch;
     w->at = w->half[0] = fmoe_chunk_at(s, 0) + j * FMOE_NB * element;
     w->step = s->v[0].sk * element;
     w->advance = LINE;
@@ -112,10 +113,10 @@ static void side_fetch_lying(const fmoe_step *s, int64_t j, fmoe_side *side)
 /* Let panel j of one of the last two chunks, or of the only one, fetch a matrix that the epilogue touches. Each of its
  * rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no
  * time for more than the weights. */
-static void side_fetch_touched(const fmoe_step *s, const fmoe_touched *touched, int64_t j, fmoe_side *side)
+static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_touched *touched, int64_t j, fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
-    fmoe_walk *w = &side->rows;
+    fmoe_walk *w = &overlap->epilogue;
     const int64_t left = s->v[0].K - s->k0 - s->kc, i = left || s->k0 == 0 ? j : fmoe_panels_in(s) + j;
     if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_TOUCHED || !touched[i].base) return;
     const fmoe_touched *t = &touched[i];
@@ -130,12 +131,12 @@ static void side_fetch_touched(const fmoe_step *s, const fmoe_touched *touched, 
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
  * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
-static void side_fetch(const fmoe_step *before, const fmoe_step *s, int64_t rows, fmoe_side *side)
+static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_t rows, fmoe_overlap *overlap)
 {
     enum { LINE = 64, FETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     const bool cols = fmoe_along_k(s);
-    fmoe_walk *w = &side->fetch;
+    fmoe_walk *w = &overlap->fetch;
     if (!halves(s, w->half)) return;
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = LINE;
@@ -188,13 +189,13 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     const void *a[FMOE_TASK_ROWS];
     point(l, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
-        fmoe_side side = {.turns = l->cpu->intel};
-        if (j + 1 < panels) side_fetch_lying(s, j + 1, &side);
-        else if (then && then->rows && lying(l->cpu, then)) side_fetch_lying(then, 0, &side);
-        if (l->touched) side_fetch_touched(s, l->touched, j, &side);
-        side.fetch.slow = side.rows.slow = many;
+        fmoe_overlap overlap = {.batched = l->cpu->intel};
+        if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
+        else if (then && then->rows && lying(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
+        if (l->touched) overlap_prefetch_epilogue(s, l->touched, j, &overlap);
+        overlap.fetch.slow = overlap.epilogue.slow = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
-             l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &side);
+             l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);
     }
 }
 
@@ -225,7 +226,7 @@ static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_st
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
-static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, fmoe_side *side)
+static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
@@ -244,14 +245,14 @@ static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, 
             a[i] = wide;
         }
         for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of the work on the side */
-            const int64_t pack = side->pack.left / calls, fetch = side->fetch.left / calls;
-            const int64_t later[2] = {side->pack.left - pack, side->fetch.left - fetch};
-            side->pack.left = pack;
-            side->fetch.left = fetch;
+            const int64_t pack = overlap->pack.left / calls, fetch = overlap->fetch.left / calls;
+            const int64_t later[2] = {overlap->pack.left - pack, overlap->fetch.left - fetch};
+            overlap->pack.left = pack;
+            overlap->fetch.left = fetch;
             gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
-                 FMOE_NB, s->first, side);
-            side->pack.left += later[0];
-            side->fetch.left += later[1];
+                 FMOE_NB, s->first, overlap);
+            overlap->pack.left += later[0];
+            overlap->fetch.left += later[1];
         }
     }
 }
@@ -279,13 +280,14 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
-    fmoe_side side = {.turns = l->cpu->intel, .again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
-    if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then)) side_pack(l->cpu, then, l->panel[1], &side);
-    const bool whole = pack && side.pack.left == 0;
-    if (l->n > 1 && fmoe_is_packed(then)) side_fetch_packed(l->cpu, then, now->rows, &side);
-    else if (l->n > 2 && fmoe_is_packed(after)) side_fetch_packed(l->cpu, after, now->rows, &side);
-    else if (l->n > 2) side_fetch(then, after, now->rows, &side);
-    multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &side);
-    if (whole || side.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+    fmoe_overlap overlap = {.batched = l->cpu->intel, .again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
+    if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then))
+        overlap_pack(l->cpu, then, l->panel[1], &overlap);
+    const bool whole = pack && overlap.pack.left == 0;
+    if (l->n > 1 && fmoe_is_packed(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);
+    else if (l->n > 2 && fmoe_is_packed(after)) overlap_prefetch_prepacked(l->cpu, after, now->rows, &overlap);
+    else if (l->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
+    multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &overlap);
+    if (whole || overlap.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
     return now;
 }

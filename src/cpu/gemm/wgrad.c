@@ -162,7 +162,7 @@ static void multiply_block(const block *b)
     }
     const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
-    fmoe_side nothing = {0};
+    fmoe_overlap nothing = {0};
     /* Sums that are complete after one chunk are stored while they are in L1. */
     const int64_t rows = b->first && b->last ? STORE_ROWS : b->m;
     const void *a[FMOE_ROW_BLOCK];
@@ -185,7 +185,7 @@ typedef struct operand {
 
 /* The 64 columns after those that the scratch points to, which are packed next: fetched while others are multiplied,
  * for they may have left the cache since they were written. */
-static fmoe_ahead beside(const fmoe_scratch *s, const operand *o, int64_t kc)
+static fmoe_ahead next_columns(const fmoe_scratch *s, const operand *o, int64_t kc)
 {
     return (fmoe_ahead){.rows = s->pointers, .n = kc, .offset = FMOE_NB * (int64_t)fmoe_dtype_size(o->rows->dtype)};
 }
@@ -203,7 +203,7 @@ static void first_columns(const block *b, const operand *left, const operand *ri
         pack_left(cpu, b->s, left->rows, left->g, left->e, left->row, b->kc, left->column + i, part.m, part.left);
         const operand *next = i + FMOE_NB < b->m ? left : right;
         if (next == right) point(b->s, right->rows, right->g, right->e, right->row, b->kc, right->column);
-        part.ahead = beside(b->s, next, b->kc);
+        part.ahead = next_columns(b->s, next, b->kc);
         multiply_block(&part);
     }
 }
@@ -237,7 +237,7 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
             if (by_panel) {
                 first_columns(&b, &left, &right);
             } else {
-                if (rows <= chunk && k0 + FMOE_NB < v.K) b.ahead = beside(s, &right, b.kc);
+                if (rows <= chunk && k0 + FMOE_NB < v.K) b.ahead = next_columns(s, &right, b.kc);
                 multiply_block(&b);
             }
         }

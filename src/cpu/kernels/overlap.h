@@ -5,8 +5,8 @@
  * uses units that wait otherwise (shuffles, stores), and memory never rests.
  *
  * A level whose gemm knows no pieces leaves `pack` alone, and the caller packs the chunk whole when gemm returns. */
-#ifndef FMOE_CPU_SIDE_H
-#define FMOE_CPU_SIDE_H
+#ifndef FMOE_CPU_OVERLAP_H
+#define FMOE_CPU_OVERLAP_H
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -28,19 +28,19 @@ typedef struct fmoe_walk {
 /* How a chunk of weights lies: k along memory (a piece is 8 columns x 16 units of 32 bits; for a panel of quads 4
  * columns x 64 bytes), or columns along memory (a piece is two rows of units, 64 columns of one panel; pieces of all
  * panels side by side are one run). A gemm packs pieces for panels of its own form. */
-enum { FMOE_SIDE_NONE, FMOE_SIDE_COLS, FMOE_SIDE_ROWS, FMOE_SIDE_QUADS };
+enum { FMOE_OVERLAP_NONE, FMOE_OVERLAP_TRANSPOSE, FMOE_OVERLAP_NMAJOR, FMOE_OVERLAP_KMAJOR };
 
-typedef struct fmoe_side {
+typedef struct fmoe_overlap {
     fmoe_walk pack, fetch;
     char *panel; /* where pack goes; in quads `to` is where the next piece does, the panel at first */
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool turns;        /* where it can be, it is looked after once in several steps (intel_avx512.h) */
-    bool again;        /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
-    int64_t next_rows; /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
-    fmoe_walk rows;    /* fetched too: what the epilogue will read and write */
-} fmoe_side;
+    bool batched;       /* where it can be, it is looked after once in several steps (intel_avx512.h) */
+    bool again;         /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
+    int64_t next_rows;  /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
+    fmoe_walk epilogue; /* fetched too: what the epilogue will read and write */
+} fmoe_overlap;
 
 /* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line
  * that is not there then costs as much as the products of several: 4 points at 16 rows an expert. */

@@ -13,7 +13,7 @@ enum { NR = 16 };
 
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+                                                       fmoe_overlap *overlap, int64_t tiles)
 {
     (void)form;
     float32x4_t acc[FMOE_MR][4];
@@ -25,9 +25,9 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int j = 0; j < 4; j++) acc[i][j] = vdupq_n_f32(0);
     }
     int64_t offset = 0;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * kc);
+    const int64_t rate = fmoe_fetch_rate(&overlap->fetch, tiles * kc);
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        fmoe_fetch(&side->fetch, rate);
+        fmoe_fetch(&overlap->fetch, rate);
         const float32x4_t b0 = vld1q_f32(b), b1 = vld1q_f32(b + 4), b2 = vld1q_f32(b + 8), b3 = vld1q_f32(b + 12);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {
@@ -52,10 +52,10 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #include "cpu/kernels/tiles.h"
 
 void fmoe_gemm_f32_neon(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                        int64_t ldc, int first, fmoe_side *side)
+                        int64_t ldc, int first, fmoe_overlap *overlap)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
-        run_tiles(0, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
+        run_tiles(0, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, overlap,
                   FMOE_NB / NR - strip);
 }
 

@@ -81,12 +81,12 @@ static inline void store_row(float *c, float64x2_t sum, int first)
 
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const uint32_t *b, float *c, int64_t ldc,
-                                                       int first, fmoe_side *side, int64_t tiles)
+                                                       int first, fmoe_overlap *overlap, int64_t tiles)
 {
     (void)form;
     const int pairs = (mr + 1) / 2;
-    const int64_t n = kc / 4, rate = fmoe_fetch_rate(&side->fetch, tiles * n);
-    fmoe_walk *fetch = &side->fetch;
+    const int64_t n = kc / 4, rate = fmoe_fetch_rate(&overlap->fetch, tiles * n);
+    fmoe_walk *fetch = &overlap->fetch;
     float32x4_t acc[FMOE_MR / 2][NR / 2];
     const char *row[FMOE_MR];
     bool beside = mr % 2 == 0;
@@ -139,12 +139,12 @@ static void make_strip(uint32_t *strip, const uint32_t *panel, int64_t kc)
 }
 
 void fmoe_gemm_bf16_neon_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                              float *c, int64_t ldc, int first, fmoe_side *side)
+                              float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     _Alignas(64) uint32_t strip[FMOE_KC_PAIRS / 2 * NR];
     for (int col = 0; col < FMOE_NB; col += NR) {
         make_strip(strip, (const uint32_t *)panel + col, kc);
-        run_tiles(0, rows, kc, a, a_step, strip, c + col, ldc, first, side, (FMOE_NB - col) / NR);
+        run_tiles(0, rows, kc, a, a_step, strip, c + col, ldc, first, overlap, (FMOE_NB - col) / NR);
     }
 }
 

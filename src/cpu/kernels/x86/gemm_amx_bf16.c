@@ -71,15 +71,15 @@ typedef struct b_panel {
 } b_panel;
 
 /* Work on the side, so much at each step: the vector units have nothing else to do. */
-typedef struct beside {
-    fmoe_side *side;
+typedef struct overlap_share {
+    fmoe_overlap *overlap;
     int64_t pieces, lines;
-} beside;
+} overlap_share;
 
-static inline void do_beside(const beside *w, int times)
+static inline void overlap_step(const overlap_share *w, int times)
 {
-    fmoe_fetch(&w->side->fetch, times * w->lines);
-    for (int64_t i = 0; i < times * w->pieces && w->side->pack.left > 0; i++) piece_pairs(w->side);
+    fmoe_fetch(&w->overlap->fetch, times * w->lines);
+    for (int64_t i = 0; i < times * w->pieces && w->overlap->pack.left > 0; i++) piece_pairs(w->overlap);
 }
 
 static inline void zero_c(void)
@@ -102,13 +102,14 @@ static inline void step_32x32(const char *a0, int64_t s0, const char *a1, int64_
     tile_dot(3, 5, 7);
 }
 
-static void block_32x32(const a_block *a, const b_panel *b, int64_t column, float *c, int64_t ldc, const beside *w)
+static void block_32x32(const a_block *a, const b_panel *b, int64_t column, float *c, int64_t ldc,
+                        const overlap_share *w)
 {
     zero_c();
     for (int64_t s = 0; s < b->full_steps; s++) {
         step_32x32(a->at[0] + s * a->step[0], a->stride[0], a->at[1] + s * a->step[1], a->stride[1],
                    b->full + s * B_STEP + column);
-        do_beside(w, 1);
+        overlap_step(w, 1);
     }
     if (b->full_steps < b->steps) {
         const tile *last = a->copies + b->full_steps;
@@ -133,12 +134,12 @@ static inline void step_16x64(const char *a, int64_t stride, const uint32_t *b)
     tile_dot(3, 4, 5);
 }
 
-static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ldc, const beside *w)
+static void block_16x64(const a_block *a, const b_panel *b, float *c, int64_t ldc, const overlap_share *w)
 {
     zero_c();
     for (int64_t s = 0; s < b->full_steps; s++) {
         step_16x64(a->at[0] + s * a->step[0], a->stride[0], b->full + s * B_STEP);
-        do_beside(w, 2);
+        overlap_step(w, 2);
     }
     if (b->full_steps < b->steps) step_16x64(a->copies[b->full_steps].bytes, 64, b->last);
     tile_store(0, c, 4 * ldc);
@@ -165,7 +166,7 @@ static void add_sums(float *c, int64_t ldc, const float *sums, int64_t rows)
 }
 
 void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                             float *c, int64_t ldc, int first, fmoe_side *side)
+                             float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     tile copies[HALVES * STEPS];
     _Alignas(64) uint32_t last[B_STEP];
@@ -177,7 +178,8 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         memset((char *)last + bytes, 0, sizeof last - bytes);
     }
     const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* steps in all, or halves of 16 x 64 */
-    const beside w = {side, turns ? fmoe_ceil_div(side->pack.left, turns) : 0, fmoe_fetch_rate(&side->fetch, turns)};
+    const overlap_share w = {overlap, turns ? fmoe_ceil_div(overlap->pack.left, turns) : 0,
+                             fmoe_fetch_rate(&overlap->fetch, turns)};
     for (int64_t n, shape = 0; rows > 0; rows -= n, a += n, c += n * ldc) {
         n = fmoe_min(rows, BLOCK_ROWS);
         if (n != shape) shape_tiles(shape = n);
@@ -193,7 +195,7 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         if (!first) add_sums(c, ldc, sums, n);
     }
     tile_release();
-    while (side->pack.left > 0) piece_pairs(side);
+    while (overlap->pack.left > 0) piece_pairs(overlap);
 }
 
 /* ---- weight gradients ---- */
@@ -228,8 +230,8 @@ void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const voi
     (void)ahead;
     _Alignas(64) float sums[2][BLOCK_ROWS * FMOE_NB];
     const b_panel b = {.full = panel, .steps = kc / TILE_K, .full_steps = kc / TILE_K};
-    fmoe_side none = {0};
-    const beside nothing = {.side = &none};
+    fmoe_overlap none = {0};
+    const overlap_share nothing = {.overlap = &none};
     const int64_t element = dtype == FMOE_F32 ? 4 : 2;
     for (int64_t i = 0, shape = 0; i < m + BLOCK_ROWS; i += BLOCK_ROWS) {
         const int64_t n = fmoe_min(m - i, BLOCK_ROWS), before = i - BLOCK_ROWS;

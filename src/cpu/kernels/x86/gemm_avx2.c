@@ -13,7 +13,7 @@ enum { NR = 16, PACKED = 0 }; /* a strip's columns; where B is: in a panel, or i
 static inline __attribute__((always_inline)) void strip_tile(const int source, const int mr, int64_t kc,
                                                              const void *const *a, int64_t a_step, const char *b,
                                                              int64_t b_step, float *keep, float *c, int64_t ldc,
-                                                             int first, fmoe_side *side, int64_t tiles)
+                                                             int first, fmoe_overlap *overlap, int64_t tiles)
 {
     const int dtype = source == PACKED ? FMOE_F32 : source;
     __m256 acc[FMOE_MR][2];
@@ -23,11 +23,11 @@ static inline __attribute__((always_inline)) void strip_tile(const int source, c
         row[i] = a[i];
         acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     }
-    const uint32_t rate = carry_rate(&side->fetch, tiles * kc);
+    const uint32_t rate = carry_rate(&overlap->fetch, tiles * kc);
     uint32_t due = 0;
     int64_t offset = 0;
     for (int64_t k = 0; k < kc; k++, b += source == PACKED ? 4 * NR : b_step, offset += a_step) {
-        fetch_carry(&side->fetch, &due, rate);
+        fetch_carry(&overlap->fetch, &due, rate);
         const __m256 b0 = load8(dtype, b), b1 = load8(dtype, b + 8 * bytes_of(dtype));
         if (source != PACKED && keep) {
             _mm256_storeu_ps(keep, b0);
@@ -52,20 +52,20 @@ static inline __attribute__((always_inline)) void strip_tile(const int source, c
 
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+                                                       fmoe_overlap *overlap, int64_t tiles)
 {
-    strip_tile(form, mr, kc, a, a_step, (const char *)b, 0, NULL, c, ldc, first, side, tiles);
+    strip_tile(form, mr, kc, a, a_step, (const char *)b, 0, NULL, c, ldc, first, overlap, tiles);
 }
 
 #define PANEL float
 #include "cpu/kernels/tiles.h"
 
 void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                        int64_t ldc, int first, fmoe_side *side)
+                        int64_t ldc, int first, fmoe_overlap *overlap)
 {
     for (int strip = 0; strip < FMOE_NB / NR; strip++)
-        run_tiles(PACKED, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first, side,
-                  FMOE_NB / NR - strip);
+        run_tiles(PACKED, rows, kc, a, a_step, (const float *)panel + strip * kc * NR, c + strip * NR, ldc, first,
+                  overlap, FMOE_NB / NR - strip);
 }
 
 /* ---- columns that are neighbours, where they lie ---- */
@@ -73,36 +73,36 @@ void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t 
 static inline __attribute__((always_inline)) void first_tile(const int dtype, int64_t mr, int64_t kc,
                                                              const void *const *a, const char *w, int64_t step,
                                                              float *keep, float *c, int64_t ldc, int first,
-                                                             fmoe_side *side, int64_t tiles)
+                                                             fmoe_overlap *overlap, int64_t tiles)
 {
     switch (mr) {
-    case 1: strip_tile(dtype, 1, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
-    case 2: strip_tile(dtype, 2, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
-    case 3: strip_tile(dtype, 3, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
-    case 4: strip_tile(dtype, 4, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
-    case 5: strip_tile(dtype, 5, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
-    default: strip_tile(dtype, 6, kc, a, 4, w, step, keep, c, ldc, first, side, tiles); break;
+    case 1: strip_tile(dtype, 1, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
+    case 2: strip_tile(dtype, 2, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
+    case 3: strip_tile(dtype, 3, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
+    case 4: strip_tile(dtype, 4, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
+    case 5: strip_tile(dtype, 5, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
+    default: strip_tile(dtype, 6, kc, a, 4, w, step, keep, c, ldc, first, overlap, tiles); break;
     }
 }
 
 /* Strip by strip: what the first tile leaves of one is in L1 for the others. */
 static inline __attribute__((always_inline)) void lying(const int dtype, int64_t rows, int64_t kc, const void *const *a,
                                                         const char *w, int64_t step, float *panel, float *c,
-                                                        int64_t ldc, int first, fmoe_side *side)
+                                                        int64_t ldc, int first, fmoe_overlap *overlap)
 {
     const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr = tiles ? fmoe_ceil_div(rows, tiles) : 0;
     for (int64_t left = FMOE_NB / NR; left > 0 && tiles; left--, w += NR * bytes_of(dtype), c += NR) {
-        first_tile(dtype, mr, kc, a, w, step, tiles > 1 ? panel : NULL, c, ldc, first, side, left * tiles);
-        run_tiles(PACKED, rows - mr, kc, a + mr, 4, panel, c + mr * ldc, ldc, first, side, left);
+        first_tile(dtype, mr, kc, a, w, step, tiles > 1 ? panel : NULL, c, ldc, first, overlap, left * tiles);
+        run_tiles(PACKED, rows - mr, kc, a + mr, 4, panel, c + mr * ldc, ldc, first, overlap, left);
         panel += kc * NR;
     }
 }
 
 #define DEFINE_LYING(field, dtype)                                                                                     \
     void fmoe_gemm_lying_##field##_avx2(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step, \
-                                        void *panel, float *c, int64_t ldc, int first, fmoe_side *side)                \
+                                        void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)          \
     {                                                                                                                  \
-        lying(dtype, rows, kc, a, w, w_step, panel, c, ldc, first, side);                                              \
+        lying(dtype, rows, kc, a, w, w_step, panel, c, ldc, first, overlap);                                           \
     }
 
 DEFINE_LYING(f32, FMOE_F32)

@@ -26,8 +26,8 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 #define PIECE_ROWS(type, element_bytes)                                                                                \
     _Pragma("GCC unroll 2") for (int part = 0; part < 2; part++)                                                       \
     {                                                                                                                  \
-        const char *from = p + part * step, *other = piece_other(side) + part * step;                                  \
-        float *to = (float *)(void *)(piece_at(side) + part * PANEL_ROW);                                              \
+        const char *from = p + part * step, *other = piece_other(overlap) + part * step;                               \
+        float *to = (float *)(void *)(piece_at(overlap) + part * PANEL_ROW);                                           \
         _mm512_storeu_ps(to, load16_##type(from, 0xffff));                                                             \
         _mm512_storeu_ps(to + 16, load16_##type(from + 16 * element_bytes, 0xffff));                                   \
         _mm512_storeu_ps(to + 32, load16_##type(other, 0xffff));                                                       \
@@ -42,14 +42,14 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
  * that is widened on the side. */
 enum { PLAIN, WIDENING, QUADS };
 
-static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_side *side)
+static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_overlap *overlap)
 {
-    const char *p = side->pack.at;
-    const int64_t step = side->pack.step;
+    const char *p = overlap->pack.at;
+    const int64_t step = overlap->pack.step;
     if (form == PLAIN) PIECE_ROWS(f32, 4)
-    else if (side->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
+    else if (overlap->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
     else PIECE_ROWS(f16, 2)
-    fmoe_walk_on(&side->pack);
+    fmoe_walk_on(&overlap->pack);
 }
 
 enum { UNIT = 1 };
@@ -74,45 +74,46 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
 #include "cpu/kernels/x86/intel_avx512.h"
 
 void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
-                                void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
+                                void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    if (lying_pays(side, rows)) {
-        lying_in_turns(rows, kc, a, w, w_step, panel, c, ldc, first, side);
+    if (lying_pays(overlap, rows)) {
+        lying_in_turns(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
         return;
     }
-    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, side);
-    run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, side, 1);
+    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 
 void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
-                          int64_t ldc, int first, fmoe_side *side)
+                          int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    if (side->pack.left == 0 || side->dtype == FMOE_F32) {
-        run_tiles(PLAIN, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
-        while (side->pack.left > 0) tile_piece(PLAIN, side);
+    if (overlap->pack.left == 0 || overlap->dtype == FMOE_F32) {
+        run_tiles(PLAIN, rows, kc, a, a_step, panel, c, ldc, first, overlap, 1);
+        while (overlap->pack.left > 0) tile_piece(PLAIN, overlap);
     } else {
-        run_tiles(WIDENING, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
-        while (side->pack.left > 0) tile_piece(WIDENING, side);
+        run_tiles(WIDENING, rows, kc, a, a_step, panel, c, ldc, first, overlap, 1);
+        while (overlap->pack.left > 0) tile_piece(WIDENING, overlap);
     }
 }
 
 static inline __attribute__((always_inline)) void multiply_quads(const int widen, int64_t rows, int64_t kc,
                                                                  const void *const *a, const float *panel, float *c,
-                                                                 int64_t ldc, int first, fmoe_side *side)
+                                                                 int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    if (side->turns && kc % (4 * TURN) == 0)
-        quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, side);
-    else run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece_quads(widen, side);
+    if (overlap->batched && kc % (4 * TURN) == 0)
+        quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, overlap);
+    else run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) piece_quads(widen, overlap);
 }
 
 void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                float *c, int64_t ldc, int first, fmoe_side *side)
+                                float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
-    if (side->pack.left == 0 || side->dtype == FMOE_F32) multiply_quads(0, rows, kc, a, panel, c, ldc, first, side);
-    else if (side->dtype == FMOE_BF16) multiply_quads(FMOE_BF16, rows, kc, a, panel, c, ldc, first, side);
-    else multiply_quads(FMOE_F16, rows, kc, a, panel, c, ldc, first, side);
+    if (overlap->pack.left == 0 || overlap->dtype == FMOE_F32)
+        multiply_quads(0, rows, kc, a, panel, c, ldc, first, overlap);
+    else if (overlap->dtype == FMOE_BF16) multiply_quads(FMOE_BF16, rows, kc, a, panel, c, ldc, first, overlap);
+    else multiply_quads(FMOE_F16, rows, kc, a, panel, c, ldc, first, overlap);
 }
 
 /* ---- packing ---- */

@@ -17,10 +17,10 @@
 enum { PAIRS, QUADS }; /* forms of a tile */
 enum { UNIT = 2 };
 
-static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_side *side)
+static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_overlap *overlap)
 {
     (void)form;
-    piece_pairs(side);
+    piece_pairs(overlap);
 }
 
 static inline __m512 tile_unit(const char *a, bool whole)
@@ -47,25 +47,25 @@ static inline __attribute__((always_inline)) void lying_load(const char *w, int6
 #include "cpu/kernels/x86/nmajor_inplace_avx512.h"
 
 void fmoe_gemm_lying_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
-                                      void *panel, float *c, int64_t ldc, int first, fmoe_side *side)
+                                      void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, side);
-    run_tiles(PAIRS, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, side, 1);
+    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    run_tiles(PAIRS, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 
 void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                float *c, int64_t ldc, int first, fmoe_side *side)
+                                float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    run_tiles(PAIRS, rows, kc, a, a_step, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece_pairs(side);
+    run_tiles(PAIRS, rows, kc, a, a_step, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) piece_pairs(overlap);
 }
 
 void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                      float *c, int64_t ldc, int first, fmoe_side *side)
+                                      float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
-    run_tiles(QUADS, rows, kc * 2, a, 4, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece_quads(0, side);
+    run_tiles(QUADS, rows, kc * 2, a, 4, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) piece_quads(0, overlap);
 }
 
 void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,

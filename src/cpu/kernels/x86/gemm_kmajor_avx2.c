@@ -17,10 +17,10 @@ enum {
 
 /* ---- a piece of the next panel: 16 k of four columns, to four steps, line by line ---- */
 
-static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_side *side)
+static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_overlap *overlap)
 {
-    fmoe_walk *const w = &side->pack;
-    float *const to = (float *)(void *)side->to;
+    fmoe_walk *const w = &overlap->pack;
+    float *const to = (float *)(void *)overlap->to;
     if (dtype == FMOE_F32) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
@@ -37,7 +37,7 @@ static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_si
             for (int j = 0; j < 4; j++) _mm256_storeu_ps(to + 2 * i * STEP + 8 * j, out[j]);
         }
     }
-    side->to += 4 * STEP * sizeof(float); /* four columns after another, each to its end: so the panel lies, too */
+    overlap->to += 4 * STEP * sizeof(float); /* four columns after another, each to its end: so the panel lies, too */
     fmoe_walk_on(w);
 }
 
@@ -73,7 +73,7 @@ static inline __attribute__((always_inline)) void add_to(float *to, __m128 sum, 
 /* `form`: the type of what is packed on the side. */
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+                                                       fmoe_overlap *overlap, int64_t tiles)
 {
     (void)a_step;
     const char *row[FMOE_MR];
@@ -81,13 +81,13 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     for (int i = 0; i < mr; i++) row[i] = a[i];
     const void *const *below = a + (tiles > 1 ? mr : 0);
     const int64_t end = kc / 4 * 16, rest = kc % 4, steps = GROUPS * (kc / 4);
-    const int64_t pieces = fmoe_ceil_div(side->pack.left, tiles),
+    const int64_t pieces = fmoe_ceil_div(overlap->pack.left, tiles),
                   apart = pieces > 0 ? fmoe_max(1, steps / pieces) : INT64_MAX;
-    const uint32_t rate = carry_rate(&side->fetch, tiles * steps);
+    const uint32_t rate = carry_rate(&overlap->fetch, tiles * steps);
     uint32_t due = 0;
     int64_t until = apart;
     for (int64_t g = 0; g < GROUPS; g++, c += GROUP) {
-        for (int64_t i = 0; i < side->next_rows; i++) /* A of the next tile, a sixteenth of it */
+        for (int64_t i = 0; i < overlap->next_rows; i++) /* A of the next tile, a sixteenth of it */
             for (int64_t at = g * kc / GROUPS * 4 / 64; at < (g + 1) * kc / GROUPS * 4 / 64; at++)
                 _mm_prefetch((const char *)below[i] + 64 * at, _MM_HINT_T0);
         __m256 acc[FMOE_MR][2];
@@ -95,11 +95,11 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int i = 0; i < mr; i++) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
         int64_t offset = 0;
         for (; offset < end; offset += 16, b += STEP) {
-            fetch_carry(&side->fetch, &due, rate);
+            fetch_carry(&overlap->fetch, &due, rate);
             multiply_step(mr, acc, row, offset, _mm256_loadu_ps(b), _mm256_loadu_ps(b + 8));
             if (__builtin_expect(--until == 0, 0)) {
                 until = apart;
-                if (side->pack.left > 0) piece(form, side);
+                if (overlap->pack.left > 0) piece(form, overlap);
             }
         }
         if (rest) {
@@ -127,19 +127,20 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 
 static inline __attribute__((always_inline)) void multiply(const int form, int64_t rows, int64_t kc,
                                                            const void *const *a, const float *panel, float *c,
-                                                           int64_t ldc, int first, fmoe_side *side)
+                                                           int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    run_tiles(form, rows, kc, a, 4, panel, c, ldc, first, side, 1);
-    while (side->pack.left > 0) piece(form, side);
+    run_tiles(form, rows, kc, a, 4, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) piece(form, overlap);
 }
 
 void fmoe_gemm_quads_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                              float *c, int64_t ldc, int first, fmoe_side *side)
+                              float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
-    if (side->pack.left == 0 || side->dtype == FMOE_F32) multiply(FMOE_F32, rows, kc, a, panel, c, ldc, first, side);
-    else if (side->dtype == FMOE_BF16) multiply(FMOE_BF16, rows, kc, a, panel, c, ldc, first, side);
-    else multiply(FMOE_F16, rows, kc, a, panel, c, ldc, first, side);
+    if (overlap->pack.left == 0 || overlap->dtype == FMOE_F32)
+        multiply(FMOE_F32, rows, kc, a, panel, c, ldc, first, overlap);
+    else if (overlap->dtype == FMOE_BF16) multiply(FMOE_BF16, rows, kc, a, panel, c, ldc, first, overlap);
+    else multiply(FMOE_F16, rows, kc, a, panel, c, ldc, first, overlap);
 }
 
 /* ---- packing: block s of column n at panel[(n/4*steps + s)*16 + n%4*4] ---- */

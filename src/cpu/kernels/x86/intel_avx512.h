@@ -12,7 +12,7 @@
 enum { TURN = 4, LYING_TURN = 16 }; /* steps */
 
 /* Weights where they lie gain nothing before 24 rows. */
-static inline bool lying_pays(const fmoe_side *side, int64_t rows) { return side->turns && rows >= 24; }
+static inline bool lying_pays(const fmoe_overlap *overlap, int64_t rows) { return overlap->batched && rows >= 24; }
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
 static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 a, __m512 b)
@@ -60,35 +60,36 @@ static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64
     }
 }
 
-static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_side *side)
+static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_overlap *overlap)
 {
-    if (widen == FMOE_BF16) piece_quads(FMOE_BF16, side);
-    else if (widen == FMOE_F16) piece_quads(FMOE_F16, side);
-    else piece_quads(0, side);
+    if (widen == FMOE_BF16) piece_quads(FMOE_BF16, overlap);
+    else if (widen == FMOE_F16) piece_quads(FMOE_F16, overlap);
+    else piece_quads(0, overlap);
 }
 
 /* quads_tile, of whole turns. */
 static inline __attribute__((always_inline)) void quads_turns(int widen, const int mr, int64_t bytes,
                                                               const void *const *a, const char *b, float *c,
-                                                              int64_t ldc, int first, fmoe_side *side, int64_t tiles)
+                                                              int64_t ldc, int first, fmoe_overlap *overlap,
+                                                              int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
-    const volatile int64_t rate = TURN * fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
+    const volatile int64_t rate = TURN * fmoe_fetch_rate(&overlap->fetch, tiles * 4 * n);
     int64_t until = apart;
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
         sums_clear(mr, acc);
         for (int64_t k = 0; k < n; k += TURN, b += TURN * QUADS_STEP) {
             const char *at[FMOE_MR];
-            turn_fetch(&side->fetch, rate);
+            turn_fetch(&overlap->fetch, rate);
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) at[i] = row[i] + k * QUAD;
 #pragma GCC unroll 4
             for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * QUAD, b + u * QUADS_STEP, NULL);
             for (until -= TURN; until <= 0; until += apart)
-                if (side->pack.left > 0) turn_piece(widen, side);
+                if (overlap->pack.left > 0) turn_piece(widen, overlap);
         }
         quads_store(mr, acc, c, ldc, first);
     }
@@ -96,17 +97,18 @@ static inline __attribute__((always_inline)) void quads_turns(int widen, const i
 
 /* Not inline: beside it the other form came out 5 % slower at 16 rows. */
 static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, int64_t bytes, const void *const *a,
-                                                     const char *b, float *c, int64_t ldc, int first, fmoe_side *side)
+                                                     const char *b, float *c, int64_t ldc, int first,
+                                                     fmoe_overlap *overlap)
 {
     for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
         switch (mr) {
-        case 1: quads_turns(widen, 1, bytes, a, b, c, ldc, first, side, tiles); break;
-        case 2: quads_turns(widen, 2, bytes, a, b, c, ldc, first, side, tiles); break;
-        case 3: quads_turns(widen, 3, bytes, a, b, c, ldc, first, side, tiles); break;
-        case 4: quads_turns(widen, 4, bytes, a, b, c, ldc, first, side, tiles); break;
-        case 5: quads_turns(widen, 5, bytes, a, b, c, ldc, first, side, tiles); break;
-        default: quads_turns(widen, 6, bytes, a, b, c, ldc, first, side, tiles); break;
+        case 1: quads_turns(widen, 1, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 2: quads_turns(widen, 2, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 3: quads_turns(widen, 3, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 4: quads_turns(widen, 4, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 5: quads_turns(widen, 5, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        default: quads_turns(widen, 6, bytes, a, b, c, ldc, first, overlap, tiles); break;
         }
     }
 }
@@ -115,17 +117,17 @@ static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, in
 static inline __attribute__((always_inline)) void lying_turns(const int mr, const bool keep, int64_t kc,
                                                               const void *const *a, const char *w, int64_t step,
                                                               char *panel, float *c, int64_t ldc, int first,
-                                                              fmoe_side *side, int64_t tiles)
+                                                              fmoe_overlap *overlap, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t rate = LYING_TURN * fmoe_fetch_rate(&side->fetch, tiles * kc),
-                  of_rows = LYING_TURN * fmoe_fetch_rate(&side->rows, tiles * kc);
+    const int64_t rate = LYING_TURN * fmoe_fetch_rate(&overlap->fetch, tiles * kc),
+                  of_rows = LYING_TURN * fmoe_fetch_rate(&overlap->epilogue, tiles * kc);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < kc;) {
         const char *at[FMOE_MR];
-        fmoe_fetch(&side->fetch, rate);
-        fmoe_fetch(&side->rows, of_rows);
+        fmoe_fetch(&overlap->fetch, rate);
+        fmoe_fetch(&overlap->epilogue, of_rows);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) at[i] = row[i];
 #pragma GCC unroll 4
@@ -137,14 +139,14 @@ static inline __attribute__((always_inline)) void lying_turns(const int mr, cons
 
 static __attribute__((noinline)) void lying_in_turns(int64_t rows, int64_t kc, const void *const *a, const char *w,
                                                      int64_t step, char *panel, float *c, int64_t ldc, int first,
-                                                     fmoe_side *side)
+                                                     fmoe_overlap *overlap)
 {
     const int64_t all = fmoe_ceil_div(rows, FMOE_MR);
     for (int64_t tiles = all, mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
-        if (tiles == all && mr == 5) lying_turns(5, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
-        else if (tiles == all) lying_turns(6, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
-        else if (mr == 5) lying_turns(5, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, side, tiles);
-        else lying_turns(6, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, side, tiles);
+        if (tiles == all && mr == 5) lying_turns(5, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else if (tiles == all) lying_turns(6, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else if (mr == 5) lying_turns(5, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
+        else lying_turns(6, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
     }
 }

@@ -31,22 +31,22 @@ static inline __attribute__((always_inline)) void quads_widen(const int dtype, c
 }
 
 /* `widen`: the type of 16-bit elements that become f32; 0: they are moved as they are. */
-static inline __attribute__((always_inline)) void piece_quads(const int widen, fmoe_side *side)
+static inline __attribute__((always_inline)) void piece_quads(const int widen, fmoe_overlap *overlap)
 {
-    fmoe_walk *w = &side->pack;
+    fmoe_walk *w = &overlap->pack;
     if (widen) {
 #pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) quads_widen(widen, w->at + 16 * i, w->step, side->to + 2 * i * QUADS_STEP);
+        for (int i = 0; i < 2; i++) quads_widen(widen, w->at + 16 * i, w->step, overlap->to + 2 * i * QUADS_STEP);
     } else {
         __m128 x, y;
         __asm__ volatile(QUADS_MOVE("0") QUADS_MOVE("16") QUADS_MOVE("32") QUADS_MOVE("48")
                          : [x] OUT_IN_PARTS(x), [y] OUT_IN_PARTS(y)
-                         : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(side->to)
+                         : [p] "r"(w->at), [s] "r"(w->step), [t] "r"(3 * w->step), [to] "r"(overlap->to)
                          : "memory");
     }
-    side->to += 4 * QUADS_STEP;
+    overlap->to += 4 * QUADS_STEP;
     if (w->in_run == 1) /* the last of a run: on to the four columns beside it, or to the next sixteen */
-        side->to += w->run % 4 < 3 ? 4 * QUAD - w->length * 4 * QUADS_STEP : -3 * 4 * QUAD;
+        overlap->to += w->run % 4 < 3 ? 4 * QUAD - w->length * 4 * QUADS_STEP : -3 * 4 * QUAD;
     fmoe_walk_on(w);
 }
 
@@ -108,16 +108,16 @@ static inline __attribute__((always_inline)) void quads_fetch(fmoe_walk *w)
  * of bf16, 12 and 5 % of f32.) */
 static inline __attribute__((always_inline)) void quads_tile(const int widen, const int mr, int64_t bytes,
                                                              const void *const *a, const char *b, float *c, int64_t ldc,
-                                                             int first, fmoe_side *side, int64_t tiles)
+                                                             int first, fmoe_overlap *overlap, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(side->pack.left, tiles);
-    const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX, next = side->next_rows;
+    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
+    const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX, next = overlap->next_rows;
     const char *const volatile *const volatile below = row + (tiles > 1 ? mr : 0);
-    side->fetch.rate = fmoe_fetch_rate(&side->fetch, tiles * 4 * n);
+    overlap->fetch.rate = fmoe_fetch_rate(&overlap->fetch, tiles * 4 * n);
     const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
     int64_t until = apart;
-    const volatile bool again = fmoe_again(side);
+    const volatile bool again = fmoe_again(overlap);
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
@@ -128,7 +128,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
         const volatile int64_t quarter = group * n * (QUAD / 4);
         int64_t offset = 0;
         for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
-            quads_fetch(&side->fetch);
+            quads_fetch(&overlap->fetch);
             if (again) fetch_again(b);
             if ((k & 15) < next) /* A of the next tile, a quarter of it */
                 __builtin_prefetch(below[k & 15] + quarter + k / 16 * 64, 0, 3);
@@ -144,7 +144,7 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
             }
             if (--until == 0) {
                 until = apart;
-                if (side->pack.left > 0) piece_quads(widen, side);
+                if (overlap->pack.left > 0) piece_quads(widen, overlap);
             }
         }
         if (rest) {

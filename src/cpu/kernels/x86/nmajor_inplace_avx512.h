@@ -30,16 +30,17 @@ static inline __attribute__((always_inline)) void lying_step(const int mr, const
 static inline __attribute__((always_inline)) void lying_tile(const int mr, const bool keep, int64_t kc,
                                                              const void *const *a, const char *w, int64_t step,
                                                              char *panel, float *c, int64_t ldc, int first,
-                                                             fmoe_side *side, int64_t tiles)
+                                                             fmoe_overlap *overlap, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = kc / UNIT, below = keep ? mr : 0, next = side->next_rows;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
+    const int64_t n = kc / UNIT, below = keep ? mr : 0, next = overlap->next_rows;
+    const int64_t rate = fmoe_fetch_rate(&overlap->fetch, tiles * n),
+                  of_rows = fmoe_fetch_rate(&overlap->epilogue, tiles * n);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
-        fmoe_fetch(&side->fetch, rate);
-        fmoe_fetch(&side->rows, of_rows);
+        fmoe_fetch(&overlap->fetch, rate);
+        fmoe_fetch(&overlap->epilogue, of_rows);
         if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
         lying_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }
@@ -49,25 +50,25 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
 
 /* The first tile of `rows`; how many it took. */
 static inline int64_t lying_first(int64_t rows, int64_t kc, const void *const *a, const char *w, int64_t step,
-                                  char *panel, float *c, int64_t ldc, int first, fmoe_side *side)
+                                  char *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR);
     if (tiles == 0) return 0;
     const int64_t mr = fmoe_ceil_div(rows, tiles);
-    side->next_rows = tiles > 1 ? fmoe_ceil_div(rows - mr, tiles - 1) : mr;
+    overlap->next_rows = tiles > 1 ? fmoe_ceil_div(rows - mr, tiles - 1) : mr;
     if (tiles > 1) { /* of 7 rows or more, evenly */
-        if (mr == 4) lying_tile(4, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
-        else if (mr == 5) lying_tile(5, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
-        else lying_tile(6, true, kc, a, w, step, panel, c, ldc, first, side, tiles);
+        if (mr == 4) lying_tile(4, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else if (mr == 5) lying_tile(5, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else lying_tile(6, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
         return mr;
     }
     switch (mr) {
-    case 1: lying_tile(1, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
-    case 2: lying_tile(2, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
-    case 3: lying_tile(3, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
-    case 4: lying_tile(4, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
-    case 5: lying_tile(5, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
-    default: lying_tile(6, false, kc, a, w, step, panel, c, ldc, first, side, 1); break;
+    case 1: lying_tile(1, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
+    case 2: lying_tile(2, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
+    case 3: lying_tile(3, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
+    case 4: lying_tile(4, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
+    case 5: lying_tile(5, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
+    default: lying_tile(6, false, kc, a, w, step, panel, c, ldc, first, overlap, 1); break;
     }
     return mr;
 }

@@ -80,10 +80,10 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 }
 
 /* A step of a packed panel, once more, by the first tile of those that read it. */
-static inline bool fmoe_again(fmoe_side *side)
+static inline bool fmoe_again(fmoe_overlap *overlap)
 {
-    const bool again = side->again;
-    side->again = false;
+    const bool again = overlap->again;
+    overlap->again = false;
     return again;
 }
 
@@ -97,13 +97,16 @@ static inline __attribute__((always_inline)) void fetch_again(const void *b)
 
 enum { PANEL_ROW = FMOE_NB * 4 }; /* bytes */
 
-static inline char *piece_at(const fmoe_side *s)
+static inline char *piece_at(const fmoe_overlap *s)
 {
     return s->panel + s->pack.run * s->to_run + (s->pack.length - s->pack.in_run) * s->to_step;
 }
 
 /* The same in the other half, where columns are neighbours. */
-static inline const char *piece_other(const fmoe_side *s) { return s->pack.half[1] + (s->pack.at - s->pack.half[0]); }
+static inline const char *piece_other(const fmoe_overlap *s)
+{
+    return s->pack.half[1] + (s->pack.at - s->pack.half[0]);
+}
 
 /* 8 columns x 8 units. z[i] holds in its lanes of four units: column i, column i+4, then the second four of each; loads
  * with a mask put them there, which leaves two rounds of shuffles, inside lanes. */
@@ -150,7 +153,7 @@ static inline __attribute__((always_inline)) void piece_cols_store(const __m512 
                 : "memory");                                                                                           \
     } while (0)
 
-static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_side *s)
+static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_overlap *s)
 {
     __m512 z[4];
     PIECE_LOAD("0", z, s->pack.at, s->pack.step);
@@ -174,20 +177,20 @@ static inline __attribute__((always_inline)) void interleave(const void *even, c
     _mm512_storeu_si512(to + 64, _mm512_permutex2var_epi16(lo, _mm512_loadu_si512(upper_words), hi));
 }
 
-static inline __attribute__((always_inline)) void piece_pairs(fmoe_side *side)
+static inline __attribute__((always_inline)) void piece_pairs(fmoe_overlap *overlap)
 {
-    if (side->kind == FMOE_SIDE_COLS) {
-        piece_cols_units(side);
+    if (overlap->kind == FMOE_OVERLAP_TRANSPOSE) {
+        piece_cols_units(overlap);
     } else {
-        const char *p = side->pack.at, *q = piece_other(side);
-        const int64_t step = side->pack.step;
-        char *to = piece_at(side);
+        const char *p = overlap->pack.at, *q = piece_other(overlap);
+        const int64_t step = overlap->pack.step;
+        char *to = piece_at(overlap);
         interleave(p, p + step, to);
         interleave(q, q + step, to + PANEL_ROW / 2);
         interleave(p + 2 * step, p + 3 * step, to + PANEL_ROW);
         interleave(q + 2 * step, q + 3 * step, to + PANEL_ROW * 3 / 2);
     }
-    fmoe_walk_on(&side->pack);
+    fmoe_walk_on(&overlap->pack);
 }
 
 #endif

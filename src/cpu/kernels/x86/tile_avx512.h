@@ -7,7 +7,7 @@
  *   enum { UNIT };                                               k of such a unit
  *   static inline __m512 tile_unit(const char *a, bool whole);   one of A, broadcast; not whole at the end of an odd kc
  *   enum { ..., QUADS };                                         forms of a tile, the last ones those of
- * kmajor_avx512.h static inline void tile_piece(const int form, fmoe_side *side);
+ * kmajor_avx512.h static inline void tile_piece(const int form, fmoe_overlap *side);
  *
  * In the forms of quads kc is in bytes. */
 
@@ -34,26 +34,27 @@ static inline __attribute__((always_inline)) void sums_store(const int mr, __m51
 
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
-                                                       fmoe_side *side, int64_t tiles)
+                                                       fmoe_overlap *overlap, int64_t tiles)
 {
     if (form >= QUADS) {
-        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, side, tiles);
+        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, overlap, tiles);
         return;
     }
     __m512 acc[FMOE_MR][4];
     const char *const volatile *row = (const char *const volatile *)a; /* six registers less to spill at each piece */
     sums_clear(mr, acc);
     int64_t offset = 0;
-    const int64_t below = tiles > 1 ? mr : 0, next = side->next_rows;
-    int64_t pieces = fmoe_ceil_div(side->pack.left, tiles);
+    const int64_t below = tiles > 1 ? mr : 0, next = overlap->next_rows;
+    int64_t pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const int64_t n = kc / UNIT, apart = pieces ? fmoe_max(1, n / pieces) : n;
-    const int64_t rate = fmoe_fetch_rate(&side->fetch, tiles * n), of_rows = fmoe_fetch_rate(&side->rows, tiles * n);
-    const bool again = fmoe_again(side);
+    const int64_t rate = fmoe_fetch_rate(&overlap->fetch, tiles * n),
+                  of_rows = fmoe_fetch_rate(&overlap->epilogue, tiles * n);
+    const bool again = fmoe_again(overlap);
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
-            fmoe_fetch(&side->fetch, rate);
-            fmoe_fetch(&side->rows, of_rows);
+            fmoe_fetch(&overlap->fetch, rate);
+            fmoe_fetch(&overlap->epilogue, of_rows);
             if (again) fetch_again(b);
             if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),
@@ -67,7 +68,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
                 acc[i][3] = QUADS_DOT(acc[i][3], ai, b3);
             }
         }
-        if (pieces-- > 0) tile_piece(form, side);
+        if (pieces-- > 0) tile_piece(form, overlap);
     }
     if (kc % UNIT) {
 #pragma GCC unroll 6

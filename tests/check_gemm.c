@@ -208,7 +208,7 @@ static void check_overlap(const overlapped *b, int64_t asked)
 }
 
 /* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
-static fmoe_walk forbidden_lines(bool slow)
+static fmoe_walk forbidden_lines(bool into_l1)
 {
     const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
     return (fmoe_walk){.at = edge,
@@ -218,7 +218,7 @@ static fmoe_walk forbidden_lines(bool slow)
                        .length = 8,
                        .in_run = 8,
                        .per_half = 1,
-                       .slow = slow,
+                       .into_l1 = into_l1,
                        .left = check_below(9)};
 }
 
@@ -237,7 +237,7 @@ void check_gemm(const check_kernel *k, int64_t index)
     draw_overlap(&next, p.f);
     const int64_t asked = next.overlap.pack.left;
     fmoe_overlap nothing = {0};
-    next.overlap.fetch = forbidden_lines(check_below(2));
+    next.overlap.prefetch = forbidden_lines(check_below(2));
     next.overlap.batched = check_below(4) > 0;
     gemm(p.rows, p.kc, p.a, p.a_step, p.panel, p.c, p.ldc, first, &next.overlap);
     check_overlap(&next, asked);
@@ -255,8 +255,8 @@ void check_gemm(const check_kernel *k, int64_t index)
             if (memcmp(&p.c[r * p.ldc + n], &p.before[r * p.ldc + n], 4))
                 check_fail("c[%" PRId64 "] past the block was written", n);
     }
-    if (next.overlap.fetch.left < 0)
-        check_fail("%" PRId64 " pieces were taken past the last", -next.overlap.fetch.left);
+    if (next.overlap.prefetch.left < 0)
+        check_fail("%" PRId64 " pieces were taken past the last", -next.overlap.prefetch.left);
     if (p.pairs && !p.f.quads && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
@@ -313,7 +313,7 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     float *want = check_alloc((size_t)(p.rows * p.ldc) * sizeof *want + 1);
     for (int64_t i = 0; p.rows && i < (p.rows - 1) * p.ldc + FMOE_NB; i++)
         want[i] = p.c[i] = (float)(2 * check_uniform() - 1);
-    fmoe_overlap overlap = {.fetch = forbidden_lines(false), .batched = check_below(4) > 0}, nothing = {0};
+    fmoe_overlap overlap = {.prefetch = forbidden_lines(false), .batched = check_below(4) > 0}, nothing = {0};
     fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
     gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
     lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &overlap);
@@ -323,7 +323,7 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
             check_fail("c[%" PRId64 "] is %a, packed %a", at, (double)p.c[at], (double)want[at]);
     }
     if (p.rows > FMOE_MR && memcmp(panel, p.panel, room)) check_fail("the panel it leaves is not the packed one");
-    if (overlap.fetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -overlap.fetch.left);
+    if (overlap.prefetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -overlap.prefetch.left);
 }
 
 void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
@@ -389,7 +389,7 @@ void check_outer(const check_kernel *k, int64_t index)
     if ((uintptr_t)dst->data % 64) check_fail("the draw is not aligned");
     if (check_failed()) return;
     const void *rows[2] = {left, panel};
-    const fmoe_ahead ahead = {.rows = rows, .n = 2};
+    const fmoe_prefetch_rows ahead = {.rows = rows, .n = 2};
     outer(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype, check_below(2) ? &ahead : NULL);
     const double half_ulp = dtype == FMOE_F32 ? 0 : dtype == FMOE_BF16 ? 0x1p-8 : 0x1p-11;
     for (int64_t i = 0; i < m * FMOE_NB && !check_failed(); i++) {
@@ -547,10 +547,11 @@ void check_gemm_along(const check_kernel *k, int64_t index)
         by_panel(rows, n, of_chunk, 4, panel, fmoe_data(want), FMOE_NB, first && k0 == 0, &none);
     }
     for (int64_t half = 0; half < 2; half++) {
-        fmoe_walk fetch = {.at = w, .half = {w, w}, .left = 9, .length = 1, .in_run = 1, .advance = 512, .per_half = 9};
-        if (check_below(2)) fetch.near = true, fetch.left = kc * element;
+        fmoe_walk prefetch = {
+            .at = w, .half = {w, w}, .left = 9, .length = 1, .in_run = 1, .advance = 512, .per_half = 9};
+        if (check_below(2)) prefetch.same_columns = true, prefetch.left = kc * element;
         float *const c = (float *)fmoe_data(got) + half * width;
-        multiply(rows, kc, chunk, a, w, step, c, FMOE_NB, (int)first, &fetch);
+        multiply(rows, kc, chunk, a, w, step, c, FMOE_NB, (int)first, &prefetch);
     }
     check_equal("where they lie", want, got);
 }

@@ -162,9 +162,9 @@ static void in_worker(void *arg, int worker)
         for (int i = 0; i < job->n_w; i++) {
             const bool last = i + 1 == job->n_w;
             const fmoe_view *then = last ? &next.v[0] : &now.v[1];
-            const char *fetch = last && !more ? NULL : weights_at(then, last ? next.n0 : now.n0);
+            const char *prefetch = last && !more ? NULL : weights_at(then, last ? next.n0 : now.n0);
             multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
-                     fetch && then->sn == now.v[i].sn ? fetch : NULL);
+                     prefetch && then->sn == now.v[i].sn ? prefetch : NULL);
         }
         job->finish(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
     }
@@ -201,13 +201,13 @@ static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, const out_task 
 {
     const fmoe_groups *g = job->g;
     const fmoe_view v = fmoe_stack_at(&job->w[0], e), next = fmoe_stack_at(&job->w[0], after < g->E ? after : e);
-    const char *fetch = after < g->E && next.sn == v.sn ? weights_at(&next, t->n0) : NULL;
+    const char *prefetch = after < g->E && next.sn == v.sn ? weights_at(&next, t->n0) : NULL;
     const int64_t end = fmoe_first_row(g, e, t->t1);
     for (int64_t row = fmoe_first_row(g, e, t->t0), rows; row < end; row += rows) {
         int64_t lead, blocks;
         rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
         const void *tiles = tiles_at(g, e, row, rows, v.K, &lead, &blocks);
-        multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : fetch);
+        multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : prefetch);
         fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }
 }

@@ -66,7 +66,7 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
                                        fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
-    fmoe_walk *w = &overlap->fetch;
+    fmoe_walk *w = &overlap->prefetch;
     w->at = w->half[0] = fmoe_packed_at(cpu, s);
     w->step = LINE;
     w->advance = 8 * LINE;
@@ -77,7 +77,7 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
         w->step = fmoe_chunk_bytes(cpu, s) / 8;
         w->advance = LINE;
     }
-    w->slow = rows >= FEW_ROWS;
+    w->into_l1 = rows >= FEW_ROWS;
 }
 
 /* Multiplied where it lies (gemm_lying): columns that are neighbours, whole panels of them. */
@@ -100,7 +100,7 @@ static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap 
 {
     enum { LINE = 64 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    fmoe_walk *w = &overlap->fetch;
+    fmoe_walk *w = &overlap->prefetch;
     w->at = w->half[0] = fmoe_chunk_at(s, 0) + j * FMOE_NB * element;
     w->step = s->v[0].sk * element;
     w->advance = LINE;
@@ -130,13 +130,13 @@ static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_touched *to
 }
 
 /* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
- * is fetched up to FETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
+ * is fetched up to PREFETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
 static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_t rows, fmoe_overlap *overlap)
 {
-    enum { LINE = 64, FETCH_AHEAD = 32 };
+    enum { LINE = 64, PREFETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     const bool cols = fmoe_along_k(s);
-    fmoe_walk *w = &overlap->fetch;
+    fmoe_walk *w = &overlap->prefetch;
     if (!halves(s, w->half)) return;
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = LINE;
@@ -146,14 +146,14 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     w->left = (int64_t)w->length * w->per_half * (cols ? 2 : s->n_v);
     if (!cols && s->n_v == 1 && before->n == s->n && before->v[0].sk == s->v[0].sk && before->dtype == s->dtype) {
         w->half[1] = w->half[0];
-        w->half[0] = fmoe_chunk_at(before, 0) + FETCH_AHEAD * w->step;
-        w->per_half = (int32_t)fmoe_ceil_div(fmoe_max(0, before->kc - FETCH_AHEAD), 8);
-        w->left = (int64_t)w->length * (w->per_half + fmoe_min(FETCH_AHEAD, s->kc) / 8);
+        w->half[0] = fmoe_chunk_at(before, 0) + PREFETCH_AHEAD * w->step;
+        w->per_half = (int32_t)fmoe_ceil_div(fmoe_max(0, before->kc - PREFETCH_AHEAD), 8);
+        w->left = (int64_t)w->length * (w->per_half + fmoe_min(PREFETCH_AHEAD, s->kc) / 8);
         if (!w->per_half) w->half[0] = w->half[1];
     }
     w->in_run = w->length;
     w->at = w->half[0];
-    w->slow = rows >= FEW_ROWS && cols;
+    w->into_l1 = rows >= FEW_ROWS && cols;
 }
 
 /* ---- a worker's line of chunks ---- */
@@ -193,7 +193,7 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
         else if (then && then->rows && lying(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
         if (l->touched) overlap_prefetch_epilogue(s, l->touched, j, &overlap);
-        overlap.fetch.slow = overlap.epilogue.slow = many;
+        overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
              l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);
     }
@@ -214,14 +214,14 @@ static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_st
     point(l, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
-        fmoe_walk fetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
-        fetch.run_step = step;
-        fetch.per_half = step == bytes ? 1 : AHEAD; /* one run where each column begins at the end of the last */
-        fetch.length = fetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / fetch.per_half * bytes, fetch.advance);
-        fetch.left = (int64_t)fetch.length * fetch.per_half * (after ? 2 : 1);
-        if (l->cpu->intel) fetch.near = true, fetch.left = bytes;
+        fmoe_walk prefetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
+        prefetch.run_step = step;
+        prefetch.per_half = step == bytes ? 1 : AHEAD; /* one run where each column begins at the end of the last */
+        prefetch.length = prefetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / prefetch.per_half * bytes, prefetch.advance);
+        prefetch.left = (int64_t)prefetch.length * prefetch.per_half * (after ? 2 : 1);
+        if (l->cpu->intel) prefetch.same_columns = true, prefetch.left = bytes;
         along(l->cpu, l->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, l->scratch->c + i * COLUMNS, FMOE_NB, s->first,
-                               &fetch);
+                               &prefetch);
     }
 }
 
@@ -245,14 +245,14 @@ static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, 
             a[i] = wide;
         }
         for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of the work on the side */
-            const int64_t pack = overlap->pack.left / calls, fetch = overlap->fetch.left / calls;
-            const int64_t later[2] = {overlap->pack.left - pack, overlap->fetch.left - fetch};
+            const int64_t pack = overlap->pack.left / calls, prefetch = overlap->prefetch.left / calls;
+            const int64_t later[2] = {overlap->pack.left - pack, overlap->prefetch.left - prefetch};
             overlap->pack.left = pack;
-            overlap->fetch.left = fetch;
+            overlap->prefetch.left = prefetch;
             gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
                  FMOE_NB, s->first, overlap);
             overlap->pack.left += later[0];
-            overlap->fetch.left += later[1];
+            overlap->prefetch.left += later[1];
         }
     }
 }
@@ -280,7 +280,7 @@ const fmoe_step *fmoe_line_next(fmoe_line *l)
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
-    fmoe_overlap overlap = {.batched = l->cpu->intel, .again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
+    fmoe_overlap overlap = {.batched = l->cpu->intel, .prefetch_again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
     if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then))
         overlap_pack(l->cpu, then, l->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;

@@ -140,8 +140,8 @@ typedef struct block {
     char *left; /* packed, as the panel in the scratch is */
     char *dst;  /* rows of it are `stride` elements apart */
     int64_t m, n, stride, kc;
-    bool first, last; /* of the chunks of rows */
-    fmoe_ahead ahead; /* what is packed after it */
+    bool first, last;         /* of the chunks of rows */
+    fmoe_prefetch_rows ahead; /* what is packed after it */
 } block;
 
 static bool streams(const block *b)
@@ -185,9 +185,10 @@ typedef struct operand {
 
 /* The 64 columns after those that the scratch points to, which are packed next: fetched while others are multiplied,
  * for they may have left the cache since they were written. */
-static fmoe_ahead next_columns(const fmoe_scratch *s, const operand *o, int64_t kc)
+static fmoe_prefetch_rows next_columns(const fmoe_scratch *s, const operand *o, int64_t kc)
 {
-    return (fmoe_ahead){.rows = s->pointers, .n = kc, .offset = FMOE_NB * (int64_t)fmoe_dtype_size(o->rows->dtype)};
+    return (fmoe_prefetch_rows){
+        .rows = s->pointers, .n = kc, .offset = FMOE_NB * (int64_t)fmoe_dtype_size(o->rows->dtype)};
 }
 
 /* The first 64 columns of dW, with the left operand packed panel by panel as it is multiplied. */

@@ -14,7 +14,7 @@ static int64_t whole_steps(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
 
 /* Rows lie pages apart, and no core's own prefetcher follows that. */
 enum { AHEAD = 6 };
-INLINE void fetch_step(const char *p, int64_t element)
+INLINE void prefetch_step(const char *p, int64_t element)
 {
     for (int64_t b = 0; b < STEP * element; b += 64) __builtin_prefetch(p + b, 1, 3);
 }
@@ -35,7 +35,7 @@ INLINE void forward(act_fn *fn, const bool gated, const params p, const act_bloc
         const float *const u = x->u + i * FMOE_NB, *const g = gated ? x->g + i * FMOE_NB : u;
         const int64_t ahead = i + AHEAD < x->m ? AHEAD * x->stride : 0;
         for (int64_t j = 0; j < x->n; j += STEP) {
-            fetch_step(a + ahead + j * element, element);
+            prefetch_step(a + ahead + j * element, element);
             const vec2 gj = load2(FMOE_F32, g + j), uj = load2(FMOE_F32, u + j);
             store2(x->type, a + j * element, (vec2){{fn(gj.v[0], uj.v[0], &p).a, fn(gj.v[1], uj.v[1], &p).a}}, false);
         }
@@ -95,11 +95,11 @@ INLINE void backward(act_fn *fn, const bool gated, const fmoe_act_params *act, c
         const int64_t ahead = r + AHEAD < x->m ? AHEAD : 0;
         vec2 dot = {{{0}, {0}}};
         for (int64_t j = 0; j < n; j += STEP) {
-            if (gated) fetch_step(g + ahead * h_stride + j * he, he);
-            if (gated && dg != g) fetch_step(dg + ahead * dh_stride + j * e, e);
-            fetch_step(u + ahead * h_stride + j * he, he);
-            if (du != u) fetch_step(du + ahead * dh_stride + j * e, e);
-            fetch_step(pa + ahead * pa_stride + j * e, e);
+            if (gated) prefetch_step(g + ahead * h_stride + j * he, he);
+            if (gated && dg != g) prefetch_step(dg + ahead * dh_stride + j * e, e);
+            prefetch_step(u + ahead * h_stride + j * he, he);
+            if (du != u) prefetch_step(du + ahead * dh_stride + j * e, e);
+            prefetch_step(pa + ahead * pa_stride + j * e, e);
             const vec2 uj = load2(h_type, u + j * he), gj = gated ? load2(h_type, g + j * he) : uj;
             const vec2 da = load2(FMOE_F32, x->da + r * FMOE_NB + j);
             vec2 to_g, to_u, a;

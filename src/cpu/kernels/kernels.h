@@ -48,7 +48,7 @@ typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, 
 /* The same, bit for bit, as gemm by panels of quads, one for each `chunk` of kc, for few rows and without panels: 32
  * columns where they lie along k, `step` bytes apart. */
 typedef void fmoe_gemm_along_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch);
+                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours
@@ -106,13 +106,13 @@ typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int6
 /* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
  * i < m. `left` is panels of 64 columns, one after another, or as pack_left makes it where a level has that. Every row
  * of dst is whole cache lines, in `dtype`. Where the next panel's rows lie may be fetched meanwhile. */
-typedef struct fmoe_ahead {
+typedef struct fmoe_prefetch_rows {
     const void *const *rows; /* [n], and 64 columns of them `offset` bytes on */
     int64_t n, offset;
-} fmoe_ahead;
+} fmoe_prefetch_rows;
 
 typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
-                           int64_t stride, int dtype, const fmoe_ahead *ahead);
+                           int64_t stride, int dtype, const fmoe_prefetch_rows *ahead);
 
 /* sums[token[r] - first][0..n-1] += p[r] * c[r][0..n-1], row after row; both matrices are 64 columns wide. */
 typedef void fmoe_add_rows_fn(float *sums, const int64_t *token, int64_t first, const float *p, const float *c,

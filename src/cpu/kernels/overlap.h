@@ -19,9 +19,10 @@ typedef struct fmoe_walk {
     int64_t step; /* bytes between the rows of a piece */
     int64_t advance, run_step;
     int32_t in_run, length, run, per_half;
-    int32_t row; /* fetch: of the eight */
-    bool slow;   /* fetch: there is much time for it */
-    bool near;   /* fetch, along: the columns themselves, a little ahead; `left` bytes each, the next ones at `at` */
+    int32_t row;       /* fetch: of the eight */
+    bool into_l1;      /* fetch: there is much time for it */
+    bool same_columns; /* fetch, along: the columns themselves, a little ahead; `left` bytes each, the next ones at `at`
+                        */
     int64_t due, rate; /* fetch: lines, in 1/65536; rate: of quads */
 } fmoe_walk;
 
@@ -31,20 +32,20 @@ typedef struct fmoe_walk {
 enum { FMOE_OVERLAP_NONE, FMOE_OVERLAP_TRANSPOSE, FMOE_OVERLAP_NMAJOR, FMOE_OVERLAP_KMAJOR };
 
 typedef struct fmoe_overlap {
-    fmoe_walk pack, fetch;
+    fmoe_walk pack, prefetch;
     char *panel; /* where pack goes; in quads `to` is where the next piece does, the panel at first */
     char *to;
     int64_t to_step, to_run; /* not in quads: bytes on for each piece of a run, and for each run */
     int kind, dtype;
-    bool batched;       /* where it can be, it is looked after once in several steps (intel_avx512.h) */
-    bool again;         /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
-    int64_t next_rows;  /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
-    fmoe_walk epilogue; /* fetched too: what the epilogue will read and write */
+    bool batched;        /* where it can be, it is looked after once in several steps (intel_avx512.h) */
+    bool prefetch_again; /* few rows: what was fetched a chunk ago is fetched once more, just before it is used */
+    int64_t next_rows;   /* of the tile after this one, whose A is fetched; the tile's own where it is the last */
+    fmoe_walk epilogue;  /* fetched too: what the epilogue will read and write */
 } fmoe_overlap;
 
 /* How long before, in bytes of a packed panel. A core drops some prefetches when there are many of them, and a line
  * that is not there then costs as much as the products of several: 4 points at 16 rows an expert. */
-enum { FMOE_AGAIN = 4096 };
+enum { FMOE_PREFETCH_AGAIN = 4096 };
 
 static inline void fmoe_walk_on(fmoe_walk *w)
 {
@@ -59,10 +60,10 @@ static inline void fmoe_walk_on(fmoe_walk *w)
 /* One line nearer, into L2; eight rows in turn, so that their pages are looked up at once where each has its own. One
  * at a time: a core drops prefetches that come in a burst. At a slow rate (many rows) into L1 too: that spares what
  * lies in L2, and is 2 % at 64 rows; at a fast one it displaces what is being multiplied, and costs 10 % at 12. */
-static inline __attribute__((always_inline)) void fmoe_fetch_line(fmoe_walk *w)
+static inline __attribute__((always_inline)) void fmoe_prefetch_line(fmoe_walk *w)
 {
     if (w->left <= 0) return;
-    if (w->slow) __builtin_prefetch(w->at + w->row * w->step, 0, 3);
+    if (w->into_l1) __builtin_prefetch(w->at + w->row * w->step, 0, 3);
     else __builtin_prefetch(w->at + w->row * w->step, 0, 2);
     w->row = (w->row + 1) & 7;
     if (w->row == 0) fmoe_walk_on(w);
@@ -70,15 +71,15 @@ static inline __attribute__((always_inline)) void fmoe_fetch_line(fmoe_walk *w)
 
 /* Lines to fetch at each of `steps` steps, in 1/65536, so that the last is when they end: evenly, for a memory that
  * rests at the end of a chunk is lost. */
-static inline int64_t fmoe_fetch_rate(const fmoe_walk *w, int64_t steps)
+static inline int64_t fmoe_prefetch_rate(const fmoe_walk *w, int64_t steps)
 {
     return w->left <= 0 || steps <= 0 ? 0 : (8 * w->left * 65536 - w->row * 65536) / steps + 1;
 }
 
 /* What one step is due. */
-static inline __attribute__((always_inline)) void fmoe_fetch(fmoe_walk *w, int64_t rate)
+static inline __attribute__((always_inline)) void fmoe_prefetch(fmoe_walk *w, int64_t rate)
 {
-    for (w->due += rate; w->due >= 65536; w->due -= 65536) fmoe_fetch_line(w);
+    for (w->due += rate; w->due >= 65536; w->due -= 65536) fmoe_prefetch_line(w);
 }
 
 #endif

@@ -25,9 +25,9 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int j = 0; j < 4; j++) acc[i][j] = vdupq_n_f32(0);
     }
     int64_t offset = 0;
-    const int64_t rate = fmoe_fetch_rate(&overlap->fetch, tiles * kc);
+    const int64_t rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * kc);
     for (int64_t k = 0; k < kc; k++, b += NR, offset += a_step) {
-        fmoe_fetch(&overlap->fetch, rate);
+        fmoe_prefetch(&overlap->prefetch, rate);
         const float32x4_t b0 = vld1q_f32(b), b1 = vld1q_f32(b + 4), b2 = vld1q_f32(b + 8), b3 = vld1q_f32(b + 12);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) {

@@ -55,11 +55,11 @@ static inline float32x4_t multiply4(float32x4_t acc, uint32x4_t a, uint32x4_t b)
 static inline __attribute__((always_inline)) void steps(const int form, const int pairs,
                                                         float32x4_t acc[FMOE_MR / 2][NR / 2], int64_t n,
                                                         const char *const *row, int64_t a_step, const uint32_t *b,
-                                                        fmoe_walk *fetch, int64_t rate)
+                                                        fmoe_walk *prefetch, int64_t rate)
 {
     int64_t offset = 0;
     for (int64_t step = 0; step < n; step++, b += 2 * NR, offset += 2 * a_step) {
-        fmoe_fetch(fetch, rate);
+        fmoe_prefetch(prefetch, rate);
         uint32x4_t left[FMOE_MR / 2];
 #pragma GCC unroll 3
         for (int p = 0; p < pairs; p++) left[p] = load_left(form, row[2 * p] + offset, row[2 * p + 1] + offset, a_step);
@@ -85,8 +85,8 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 {
     (void)form;
     const int pairs = (mr + 1) / 2;
-    const int64_t n = kc / 4, rate = fmoe_fetch_rate(&overlap->fetch, tiles * n);
-    fmoe_walk *fetch = &overlap->fetch;
+    const int64_t n = kc / 4, rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * n);
+    fmoe_walk *prefetch = &overlap->prefetch;
     float32x4_t acc[FMOE_MR / 2][NR / 2];
     const char *row[FMOE_MR];
     bool beside = mr % 2 == 0;
@@ -98,9 +98,9 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #pragma GCC unroll 8
         for (int j = 0; j < NR / 2; j++) acc[p][j] = vdupq_n_f32(0);
     }
-    if (a_step == 4) steps(ALONG, pairs, acc, n, row, a_step, b, fetch, rate);
-    else if (beside) steps(BESIDE, pairs, acc, n, row, a_step, b, fetch, rate);
-    else steps(APART, pairs, acc, n, row, a_step, b, fetch, rate);
+    if (a_step == 4) steps(ALONG, pairs, acc, n, row, a_step, b, prefetch, rate);
+    else if (beside) steps(BESIDE, pairs, acc, n, row, a_step, b, prefetch, rate);
+    else steps(APART, pairs, acc, n, row, a_step, b, prefetch, rate);
     if (kc % 4) {
 #pragma GCC unroll 3
         for (int p = 0; p < pairs; p++) {

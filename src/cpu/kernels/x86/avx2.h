@@ -20,19 +20,19 @@ static inline __attribute__((always_inline)) __m256 load8(const int dtype, const
 /* ---- fetching on the side ---- */
 
 /* Fetching on the side (overlap.h) in two instructions a step: a sum whose carry is a line. It is kept in a register:
- * through memory, as fmoe_fetch has it, a step of 12 multiply-adds would wait for the store of the step before (9 % of
- * the forward at 64 rows). */
+ * through memory, as fmoe_prefetch has it, a step of 12 multiply-adds would wait for the store of the step before (9 %
+ * of the forward at 64 rows). */
 
 /* Lines a step, in 1/2^32: one at most. */
-static inline uint32_t carry_rate(const fmoe_walk *w, int64_t steps)
+static inline uint32_t prefetch_carry_rate(const fmoe_walk *w, int64_t steps)
 {
     const int64_t lines = 8 * w->left - w->row;
     return lines <= 0 || steps <= 0 ? 0 : lines >= steps ? UINT32_MAX : (uint32_t)((lines << 32) / steps);
 }
 
-static inline __attribute__((always_inline)) void fetch_carry(fmoe_walk *w, uint32_t *due, uint32_t rate)
+static inline __attribute__((always_inline)) void prefetch_carry(fmoe_walk *w, uint32_t *due, uint32_t rate)
 {
-    if (__builtin_expect(__builtin_add_overflow(*due, rate, due), 0)) fmoe_fetch_line(w);
+    if (__builtin_expect(__builtin_add_overflow(*due, rate, due), 0)) fmoe_prefetch_line(w);
 }
 
 /* ---- four columns x 8 k of 16-bit elements as quads of f32, for AVX2 and AVX-512 ---- */

@@ -78,7 +78,7 @@ typedef struct overlap_share {
 
 static inline void overlap_step(const overlap_share *w, int times)
 {
-    fmoe_fetch(&w->overlap->fetch, times * w->lines);
+    fmoe_prefetch(&w->overlap->prefetch, times * w->lines);
     for (int64_t i = 0; i < times * w->pieces && w->overlap->pack.left > 0; i++) piece_pairs(w->overlap);
 }
 
@@ -179,7 +179,7 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
     }
     const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* steps in all, or halves of 16 x 64 */
     const overlap_share w = {overlap, turns ? fmoe_ceil_div(overlap->pack.left, turns) : 0,
-                             fmoe_fetch_rate(&overlap->fetch, turns)};
+                             fmoe_prefetch_rate(&overlap->prefetch, turns)};
     for (int64_t n, shape = 0; rows > 0; rows -= n, a += n, c += n * ldc) {
         n = fmoe_min(rows, BLOCK_ROWS);
         if (n != shape) shape_tiles(shape = n);
@@ -225,7 +225,7 @@ static void stream_block(int dtype, int64_t rows, const float *sums, const float
 
 /* `left` is rows of kc, a multiple of 32 (pack_left_pairs). A block goes to memory while the next one is multiplied. */
 void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
-                              int64_t stride, int dtype, const fmoe_ahead *ahead)
+                              int64_t stride, int dtype, const fmoe_prefetch_rows *ahead)
 {
     (void)ahead;
     _Alignas(64) float sums[2][BLOCK_ROWS * FMOE_NB];

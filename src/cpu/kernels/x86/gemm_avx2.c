@@ -23,11 +23,11 @@ static inline __attribute__((always_inline)) void strip_tile(const int source, c
         row[i] = a[i];
         acc[i][0] = acc[i][1] = _mm256_setzero_ps();
     }
-    const uint32_t rate = carry_rate(&overlap->fetch, tiles * kc);
+    const uint32_t rate = prefetch_carry_rate(&overlap->prefetch, tiles * kc);
     uint32_t due = 0;
     int64_t offset = 0;
     for (int64_t k = 0; k < kc; k++, b += source == PACKED ? 4 * NR : b_step, offset += a_step) {
-        fetch_carry(&overlap->fetch, &due, rate);
+        prefetch_carry(&overlap->prefetch, &due, rate);
         const __m256 b0 = load8(dtype, b), b1 = load8(dtype, b + 8 * bytes_of(dtype));
         if (source != PACKED && keep) {
             _mm256_storeu_ps(keep, b0);

@@ -119,9 +119,9 @@ void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, 
 /* ---- packing ---- */
 
 void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
+                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
-    quads_along(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, fetch);
+    quads_along(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, prefetch);
 }
 
 void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
@@ -151,8 +151,8 @@ DEFINE_PACK_WIDE(f16)
     {                                                                                                                  \
         for (int64_t k = 0; k < kc; k++) {                                                                             \
             float *dst = (float *)panel + k * FMOE_NB + col;                                                           \
-            if (k + PACK_AHEAD < kc) fetch_row(rows[k + PACK_AHEAD], n *element_bytes);                                \
-            fetch_beside(rows[k], n *element_bytes);                                                                   \
+            if (k + PACK_AHEAD < kc) prefetch_row(rows[k + PACK_AHEAD], n *element_bytes);                             \
+            prefetch_right(rows[k], n *element_bytes);                                                                 \
             for (int64_t j = 0; j < n; j += 16) {                                                                      \
                 const __mmask16 m = first_n(n - j);                                                                    \
                 _mm512_mask_storeu_ps(dst + j, m, load16_##type((const char *)rows[k] + j * element_bytes, m));        \
@@ -168,7 +168,7 @@ DEFINE_PACK_WIDE(f16)
                 __m512 r[16];                                                                                          \
                 _Pragma("GCC unroll 16") for (int j = 0; j < 16; j++) r[j] =                                           \
                     j < nj ? load16_##type((const char *)cols[j0 + j] + k0 * element_bytes, m) : _mm512_setzero_ps();  \
-                fetch_cols(cols, j0, n, k0 *element_bytes, kc *element_bytes);                                         \
+                prefetch_cols(cols, j0, n, k0 *element_bytes, kc *element_bytes);                                      \
                 transpose16(r);                                                                                        \
                 float *dst = (float *)panel + k0 * FMOE_NB + col + j0;                                                 \
                 const int64_t nk = fmoe_min(16, kc - k0);                                                              \

@@ -69,9 +69,9 @@ void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *cons
 }
 
 void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                      int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
+                                      int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
-    quads_along(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, fetch);
+    quads_along(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, prefetch);
 }
 
 void fmoe_pack_quads_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
@@ -89,9 +89,9 @@ void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
         uint32_t *dst = (uint32_t *)panel + k / 2 * FMOE_NB + col;
         const uint16_t *even = rows[k], *odd = k + 1 < kc ? rows[k + 1] : NULL;
         for (int64_t ahead = k + PACK_AHEAD; ahead < fmoe_min(kc, k + PACK_AHEAD + 2); ahead++)
-            fetch_row(rows[ahead], 2 * n);
-        fetch_beside(even, 2 * n);
-        if (odd) fetch_beside(odd, 2 * n);
+            prefetch_row(rows[ahead], 2 * n);
+        prefetch_right(even, 2 * n);
+        if (odd) prefetch_right(odd, 2 * n);
         if (n == FMOE_NB && odd) { /* as a rule; with masks it takes twice as long */
             interleave(even, odd, (char *)dst);
             interleave(even + 32, odd + 32, (char *)(dst + 32));
@@ -123,7 +123,7 @@ void fmoe_pack_cols_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
             for (int j = 0; j < 16; j++)
                 r[j] = j < nj ? _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(m, (const uint16_t *)cols[j0 + j] + k0))
                               : _mm512_setzero_ps();
-            fetch_cols(cols, j0, n, k0 * 2, kc * 2);
+            prefetch_cols(cols, j0, n, k0 * 2, kc * 2);
             transpose16(r);
             uint32_t *dst = (uint32_t *)panel + k0 / 2 * FMOE_NB + col + j0;
             if (units == 16) {

@@ -135,7 +135,7 @@ static void configure(sizes *now, const weights *w, int64_t rows)
 }
 
 /* A line of each of n rows. */
-static inline void fetch_lines(const char *at, int64_t stride, int64_t n)
+static inline void prefetch_lines(const char *at, int64_t stride, int64_t n)
 {
     for (int64_t j = 0; j < n; j++) _mm_prefetch(at + j * stride, _MM_HINT_T1);
 }
@@ -154,7 +154,7 @@ static void block(const weights *w, const char *x, int64_t rows, float *sums, co
         tile_zero(3);
         for (int64_t s = 0; s < w->full_steps; s++) {
             step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * step1, n1);
-            fetch_lines(next + 64 * s, w->stride, n);
+            prefetch_lines(next + 64 * s, w->stride, n);
         }
         if (odd)
             step_32x32(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES,
@@ -165,7 +165,7 @@ static void block(const weights *w, const char *x, int64_t rows, float *sums, co
         const int64_t step = 4 * TILE_ROWS * rows;
         for (int64_t s = 0; s < w->full_steps; s++) {
             step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * step, rows);
-            fetch_lines(next + 64 * s, w->stride, n);
+            prefetch_lines(next + 64 * s, w->stride, n);
         }
         if (odd) step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * step, rows);
     }
@@ -198,14 +198,14 @@ void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const
     for (const char *at = w; n > 0; n -= 32, at += 32 * w_stride, c += 32) {
         const int64_t columns = fmoe_min(n, 32);
         weights_of(&a, at, w_stride, columns, K);
-        const char *x = tiles, *fetch = n > 32 ? at + 32 * w_stride : next ? next : w;
+        const char *x = tiles, *prefetch = n > 32 ? at + 32 * w_stride : next ? next : w;
         int64_t left =
             n > 32 || next ? 32 : 0; /* rows of the next weights: each block of x fetches its share of them */
         for (int64_t i = 0; i < rows; i += 32, x += 2 * a.steps * TILE_BYTES) {
             const int64_t m = fmoe_min(32, rows - i), share = fmoe_ceil_div(left, fmoe_ceil_div(rows - i, 32));
             configure(&now, &a, m);
-            block(&a, x, m, sums, fetch, share);
-            fetch += share * w_stride;
+            block(&a, x, m, sums, prefetch, share);
+            prefetch += share * w_stride;
             left -= share;
             float *const to = c + i * ldc;
             if (m == 1) {

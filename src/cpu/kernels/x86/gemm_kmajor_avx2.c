@@ -83,7 +83,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     const int64_t end = kc / 4 * 16, rest = kc % 4, steps = GROUPS * (kc / 4);
     const int64_t pieces = fmoe_ceil_div(overlap->pack.left, tiles),
                   apart = pieces > 0 ? fmoe_max(1, steps / pieces) : INT64_MAX;
-    const uint32_t rate = carry_rate(&overlap->fetch, tiles * steps);
+    const uint32_t rate = prefetch_carry_rate(&overlap->prefetch, tiles * steps);
     uint32_t due = 0;
     int64_t until = apart;
     for (int64_t g = 0; g < GROUPS; g++, c += GROUP) {
@@ -95,7 +95,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int i = 0; i < mr; i++) acc[i][0] = acc[i][1] = _mm256_setzero_ps();
         int64_t offset = 0;
         for (; offset < end; offset += 16, b += STEP) {
-            fetch_carry(&overlap->fetch, &due, rate);
+            prefetch_carry(&overlap->prefetch, &due, rate);
             multiply_step(mr, acc, row, offset, _mm256_loadu_ps(b), _mm256_loadu_ps(b + 8));
             if (__builtin_expect(--until == 0, 0)) {
                 until = apart;

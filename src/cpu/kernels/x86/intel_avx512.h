@@ -76,14 +76,14 @@ static inline __attribute__((always_inline)) void quads_turns(int widen, const i
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
-    const volatile int64_t rate = TURN * fmoe_fetch_rate(&overlap->fetch, tiles * 4 * n);
+    const volatile int64_t rate = TURN * fmoe_prefetch_rate(&overlap->prefetch, tiles * 4 * n);
     int64_t until = apart;
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
         sums_clear(mr, acc);
         for (int64_t k = 0; k < n; k += TURN, b += TURN * QUADS_STEP) {
             const char *at[FMOE_MR];
-            turn_fetch(&overlap->fetch, rate);
+            turn_fetch(&overlap->prefetch, rate);
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) at[i] = row[i] + k * QUAD;
 #pragma GCC unroll 4
@@ -120,14 +120,14 @@ static inline __attribute__((always_inline)) void lying_turns(const int mr, cons
                                                               fmoe_overlap *overlap, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t rate = LYING_TURN * fmoe_fetch_rate(&overlap->fetch, tiles * kc),
-                  of_rows = LYING_TURN * fmoe_fetch_rate(&overlap->epilogue, tiles * kc);
+    const int64_t rate = LYING_TURN * fmoe_prefetch_rate(&overlap->prefetch, tiles * kc),
+                  of_rows = LYING_TURN * fmoe_prefetch_rate(&overlap->epilogue, tiles * kc);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < kc;) {
         const char *at[FMOE_MR];
-        fmoe_fetch(&overlap->fetch, rate);
-        fmoe_fetch(&overlap->epilogue, of_rows);
+        fmoe_prefetch(&overlap->prefetch, rate);
+        fmoe_prefetch(&overlap->epilogue, of_rows);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) at[i] = row[i];
 #pragma GCC unroll 4

@@ -84,15 +84,15 @@ static inline __attribute__((always_inline)) void quads_store(const int mr, __m5
     }
 }
 
-/* fmoe_fetch in fewer instructions: `at` is the line itself, and none is asked whether it is there (one too many does
- * no harm). At 8 to 16 rows a step has 16 to 24 multiply-adds and up to two of these lines and half a piece beside
+/* fmoe_prefetch in fewer instructions: `at` is the line itself, and none is asked whether it is there (one too many
+ * does no harm). At 8 to 16 rows a step has 16 to 24 multiply-adds and up to two of these lines and half a piece beside
  * them: a core that starts six instructions a cycle has none to spare. (In the loops of pairs, where gcc has two walks
  * to keep, it came out 2 % slower.) */
 static inline __attribute__((always_inline)) void quads_fetch(fmoe_walk *w)
 {
     int64_t due = w->due + w->rate;
     for (; due >= 65536; due -= 65536) {
-        if (w->slow) __builtin_prefetch(w->at, 0, 3);
+        if (w->into_l1) __builtin_prefetch(w->at, 0, 3);
         else __builtin_prefetch(w->at, 0, 2);
         w->at += w->step;
         if (++w->row < 8) continue;
@@ -114,10 +114,10 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
     const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX, next = overlap->next_rows;
     const char *const volatile *const volatile below = row + (tiles > 1 ? mr : 0);
-    overlap->fetch.rate = fmoe_fetch_rate(&overlap->fetch, tiles * 4 * n);
+    overlap->prefetch.rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * 4 * n);
     const __mmask16 rest = (__mmask16)((1u << bytes % QUAD) - 1u);
     int64_t until = apart;
-    const volatile bool again = fmoe_again(overlap);
+    const volatile bool prefetch_again = take_prefetch_again(overlap);
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
 #pragma GCC unroll 6
@@ -128,8 +128,8 @@ static inline __attribute__((always_inline)) void quads_tile(const int widen, co
         const volatile int64_t quarter = group * n * (QUAD / 4);
         int64_t offset = 0;
         for (int64_t k = 0; k < n; k++, b += QUADS_STEP, offset += QUAD) {
-            quads_fetch(&overlap->fetch);
-            if (again) fetch_again(b);
+            quads_fetch(&overlap->prefetch);
+            if (prefetch_again) prefetch_again_at(b);
             if ((k & 15) < next) /* A of the next tile, a quarter of it */
                 __builtin_prefetch(below[k & 15] + quarter + k / 16 * 64, 0, 3);
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),

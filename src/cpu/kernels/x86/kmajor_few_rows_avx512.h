@@ -57,11 +57,11 @@ static __attribute__((noinline)) void along_rest(int mr, int fours, int64_t offs
 
 /* What comes next, into L2: as many lines as all tiles multiply meanwhile. Near (Intel's cores): 12 lines ahead in the
  * columns themselves, into L1; see multiply_along. */
-static inline __attribute__((always_inline)) void along_fetch(const bool near, const int fours, fmoe_walk *w,
+static inline __attribute__((always_inline)) void along_fetch(const bool same_columns, const int fours, fmoe_walk *w,
                                                               const char *p, int64_t offset, int64_t step)
 {
     enum { AHEAD = 12 * LINE };
-    if (near) {
+    if (same_columns) {
         const char *at = offset + AHEAD < w->left ? p + offset : w->at + offset - w->left;
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * fours; i++) __builtin_prefetch(at + AHEAD + i * step, 0, 3);
@@ -79,17 +79,17 @@ static inline __attribute__((always_inline)) void along_fetch(const bool near, c
 }
 
 /* `bytes` of mr rows from a[i] + offset on, by `fours` times four columns. */
-static inline __attribute__((always_inline)) void along_tile(const bool near, const int mr, const int fours,
+static inline __attribute__((always_inline)) void along_tile(const bool same_columns, const int mr, const int fours,
                                                              int64_t offset, int64_t bytes, const void *const *a,
                                                              const char *p, int64_t step, float *c, int64_t ldc,
-                                                             int first, fmoe_walk *fetch)
+                                                             int first, fmoe_walk *prefetch)
 {
     __m512 acc[ALONG_MR][2], b[2][4];
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
     const int64_t end = offset + bytes;
     for (; offset + LINE <= end; offset += LINE) {
-        along_fetch(near, fours, fetch, p, offset, step);
+        along_fetch(same_columns, fours, prefetch, p, offset, step);
 #pragma GCC unroll 2
         for (int f = 0; f < fours; f++) along_turn(p + offset + 4 * f * step, step, b[f]);
 #pragma GCC unroll 8
@@ -114,20 +114,20 @@ static inline __attribute__((always_inline)) void along_tile(const bool near, co
     for (int i = 0; i < mr; i++) along_store(fours, acc[i], c + i * ldc, first);
 }
 
-static inline __attribute__((always_inline)) void along_rows(const bool near, const int fours, int64_t mr,
+static inline __attribute__((always_inline)) void along_rows(const bool same_columns, const int fours, int64_t mr,
                                                              int64_t offset, int64_t bytes, const void *const *a,
                                                              const char *p, int64_t step, float *c, int64_t ldc,
-                                                             int first, fmoe_walk *fetch)
+                                                             int first, fmoe_walk *prefetch)
 {
     switch (mr) {
-    case 1: along_tile(near, 1, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 2: along_tile(near, 2, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 3: along_tile(near, 3, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 4: along_tile(near, 4, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 5: along_tile(near, 5, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 6: along_tile(near, 6, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    case 7: along_tile(near, 7, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
-    default: along_tile(near, 8, fours, offset, bytes, a, p, step, c, ldc, first, fetch); break;
+    case 1: along_tile(same_columns, 1, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 2: along_tile(same_columns, 2, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 3: along_tile(same_columns, 3, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 4: along_tile(same_columns, 4, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 5: along_tile(same_columns, 5, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 6: along_tile(same_columns, 6, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    case 7: along_tile(same_columns, 7, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
+    default: along_tile(same_columns, 8, fours, offset, bytes, a, p, step, c, ldc, first, prefetch); break;
     }
 }
 
@@ -135,31 +135,32 @@ static inline __attribute__((always_inline)) void along_rows(const bool near, co
  * four of a row are then loaded once for two multiply-adds; but four of one or two rows, which wait for memory alone
  * (it is 6 % slower with twice the streams), and where columns are whole pages apart: their lines, and those of A as a
  * rule, are then in one set of L1, which holds eight (4 to 8 %). */
-static inline __attribute__((always_inline)) void along_columns(const bool near, int64_t rows, int64_t kc,
+static inline __attribute__((always_inline)) void along_columns(const bool same_columns, int64_t rows, int64_t kc,
                                                                 int64_t chunk, const void *const *a, const char *w,
                                                                 int64_t step, float *c, int64_t ldc, int first,
-                                                                fmoe_walk *fetch)
+                                                                fmoe_walk *prefetch)
 {
     enum { PAGE = 4096 };
     const int fours = rows <= 2 || step % PAGE == 0 ? 1 : 2;
     const int64_t tiles = fmoe_ceil_div(rows, ALONG_MR);
-    fetch->rate = 65536 / tiles;
+    prefetch->rate = 65536 / tiles;
     for (int64_t n = 0; n < FMOE_NB / 2; n += 4 * fours, w += 4 * fours * step) {
-        if (near) fetch->at = n + 4 * fours < FMOE_NB / 2 ? w + 4 * fours * step : fetch->half[1];
+        if (same_columns) prefetch->at = n + 4 * fours < FMOE_NB / 2 ? w + 4 * fours * step : prefetch->half[1];
         for (int64_t k = 0; k < kc; k += chunk)
             for (int64_t row = 0, left = tiles, mr; left > 0; left--, row += mr) {
                 const int64_t bytes = fmoe_min(chunk, kc - k);
                 float *const to = c + row * ldc + n;
                 mr = fmoe_ceil_div(rows - row, left);
-                if (fours == 1) along_rows(near, 1, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, fetch);
-                else along_rows(near, 2, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, fetch);
+                if (fours == 1)
+                    along_rows(same_columns, 1, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, prefetch);
+                else along_rows(same_columns, 2, mr, k, bytes, a + row, w, step, to, ldc, first && k == 0, prefetch);
             }
     }
 }
 
 static inline void quads_along(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                               int64_t step, float *c, int64_t ldc, int first, fmoe_walk *fetch)
+                               int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
-    if (fetch->near) along_columns(true, rows, kc, chunk, a, w, step, c, ldc, first, fetch);
-    else along_columns(false, rows, kc, chunk, a, w, step, c, ldc, first, fetch);
+    if (prefetch->same_columns) along_columns(true, rows, kc, chunk, a, w, step, c, ldc, first, prefetch);
+    else along_columns(false, rows, kc, chunk, a, w, step, c, ldc, first, prefetch);
 }

@@ -34,13 +34,13 @@ static inline __attribute__((always_inline)) void lying_tile(const int mr, const
 {
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t n = kc / UNIT, below = keep ? mr : 0, next = overlap->next_rows;
-    const int64_t rate = fmoe_fetch_rate(&overlap->fetch, tiles * n),
-                  of_rows = fmoe_fetch_rate(&overlap->epilogue, tiles * n);
+    const int64_t rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * n),
+                  of_rows = fmoe_prefetch_rate(&overlap->epilogue, tiles * n);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
-        fmoe_fetch(&overlap->fetch, rate);
-        fmoe_fetch(&overlap->epilogue, of_rows);
+        fmoe_prefetch(&overlap->prefetch, rate);
+        fmoe_prefetch(&overlap->epilogue, of_rows);
         if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
         lying_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }

@@ -20,21 +20,21 @@ static inline __mmask16 first_n(int64_t n)
     return (__mmask16)m;
 }
 
-static inline void fetch_row(const void *row, int64_t bytes)
+static inline void prefetch_row(const void *row, int64_t bytes)
 {
     for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T0);
 }
 
 /* What lies after n columns of a row is packed next, as a rule. */
-static inline void fetch_beside(const void *row, int64_t bytes)
+static inline void prefetch_right(const void *row, int64_t bytes)
 {
     for (int64_t b = bytes; b < 2 * bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T1);
 }
 
 /* Sixteen columns are read side by side, 64 bytes each at a time: fetch what comes PACK_AHEAD_BYTES later, which near
  * the end of the chunk is the start of the next sixteen. */
-static inline __attribute__((always_inline)) void fetch_cols(const void *const *cols, int64_t j0, int64_t n, int64_t at,
-                                                             int64_t bytes)
+static inline __attribute__((always_inline)) void prefetch_cols(const void *const *cols, int64_t j0, int64_t n,
+                                                                int64_t at, int64_t bytes)
 {
     int64_t ahead = at + PACK_AHEAD_BYTES;
     if (ahead >= bytes) {
@@ -80,17 +80,17 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
 }
 
 /* A step of a packed panel, once more, by the first tile of those that read it. */
-static inline bool fmoe_again(fmoe_overlap *overlap)
+static inline bool take_prefetch_again(fmoe_overlap *overlap)
 {
-    const bool again = overlap->again;
-    overlap->again = false;
-    return again;
+    const bool prefetch_again = overlap->prefetch_again;
+    overlap->prefetch_again = false;
+    return prefetch_again;
 }
 
-static inline __attribute__((always_inline)) void fetch_again(const void *b)
+static inline __attribute__((always_inline)) void prefetch_again_at(const void *b)
 {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) _mm_prefetch((const char *)b + FMOE_AGAIN + 64 * i, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++) _mm_prefetch((const char *)b + FMOE_PREFETCH_AGAIN + 64 * i, _MM_HINT_T0);
 }
 
 /* ---- pieces: 8 cache lines, in at most 5 registers, for 24 are sums ---- */

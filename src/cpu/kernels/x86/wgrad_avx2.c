@@ -51,11 +51,11 @@ static inline __attribute__((always_inline)) void any_tile(int64_t mr, const boo
 
 /* Lines of what is packed next, a share of them before each tile. */
 typedef struct lines {
-    const fmoe_ahead *of;
+    const fmoe_prefetch_rows *of;
     int64_t at, all, share;
 } lines;
 
-static inline void fetch_share(lines *l)
+static inline void prefetch_share(lines *l)
 {
     enum { LINES = FMOE_NB * 4 / 64 }; /* of a row's 64 columns */
     for (const int64_t end = fmoe_min(l->all, l->at + l->share); l->at < end; l->at++)
@@ -63,7 +63,7 @@ static inline void fetch_share(lines *l)
 }
 
 void fmoe_outer_f32_avx2(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
-                         int64_t stride, int dtype, const fmoe_ahead *ahead)
+                         int64_t stride, int dtype, const fmoe_prefetch_rows *ahead)
 {
     fmoe_store_block_fn *const store = dtype == FMOE_BF16 ? fmoe_store_block_bf16_avx2 : fmoe_store_block_f16_avx2;
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), tiles = fmoe_ceil_div(m, NR) * 3 * (FMOE_NB / NR);
@@ -78,7 +78,7 @@ void fmoe_outer_f32_avx2(int64_t m, int64_t kc, const void *left, const void *pa
             const int64_t mr = fmoe_ceil_div(rows, parts);
             for (int64_t n = 0; n < FMOE_NB; n += NR) {
                 const float *const before = c ? c + n : NULL;
-                fetch_share(&l);
+                prefetch_share(&l);
                 if (dtype == FMOE_F32) any_tile(mr, true, kc, of_tile, b + n * kc, before, (float *)dst + n, stride);
                 else any_tile(mr, false, kc, of_tile, b + n * kc, before, sums + n, FMOE_NB);
             }

@@ -28,11 +28,11 @@ static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
 
 /* What a tile fetches: lines [at, end), one with each of its steps. */
 typedef struct lines {
-    const fmoe_ahead *of;
+    const fmoe_prefetch_rows *of;
     int64_t at, end;
 } lines;
 
-static inline __attribute__((always_inline)) void fetch_line(const lines *l, int64_t i)
+static inline __attribute__((always_inline)) void prefetch_line(const lines *l, int64_t i)
 {
     enum { LINES = FMOE_NB * 4 / UNIT / 64 }; /* of a row's 64 columns */
     if (l->at + i >= l->end) return;
@@ -42,7 +42,7 @@ static inline __attribute__((always_inline)) void fetch_line(const lines *l, int
 
 static inline __attribute__((always_inline)) void tile(const int dtype, const int mr, int64_t units, const char *a,
                                                        const char *b, const float *c, char *to, int64_t bytes,
-                                                       const lines *fetch)
+                                                       const lines *prefetch)
 {
     enum { ROW = FMOE_NB * 4 };
     __m512 acc[FMOE_MR][4];
@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = _mm512_setzero_ps();
     for (int64_t k = 0; k < units; k++, a += ROW, b += ROW) {
-        fetch_line(fetch, k);
+        prefetch_line(prefetch, k);
         const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 64), b2 = _mm512_loadu_ps(b + 128),
                      b3 = _mm512_loadu_ps(b + 192);
 #pragma GCC unroll 6
@@ -77,7 +77,7 @@ static inline __attribute__((always_inline)) void tile(const int dtype, const in
 /* Columns of the left operand by panels of 64, each split evenly. */
 static inline __attribute__((always_inline)) void blocks(const int dtype, int64_t m, int64_t kc, const char *left,
                                                          const char *panel, const float *c, char *to, int64_t bytes,
-                                                         const fmoe_ahead *ahead)
+                                                         const fmoe_prefetch_rows *ahead)
 {
     const int64_t units = (kc + UNIT - 1) / UNIT, of_panel = fmoe_ceil_div(FMOE_NB, FMOE_MR);
     const int64_t all = ahead ? ahead->n * (FMOE_NB * 4 / UNIT / 64) : 0;
@@ -107,7 +107,7 @@ static inline __attribute__((always_inline)) void blocks(const int dtype, int64_
 }
 
 void OUTER(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst, int64_t stride,
-           int dtype, const fmoe_ahead *ahead)
+           int dtype, const fmoe_prefetch_rows *ahead)
 {
     if (dtype == FMOE_F32) blocks(FMOE_F32, m, kc, left, panel, c, dst, 4 * stride, ahead);
     else if (dtype == FMOE_BF16) blocks(FMOE_BF16, m, kc, left, panel, c, dst, 2 * stride, ahead);

@@ -161,8 +161,8 @@ static void out_worker(void *arg, int worker)
     out_walk walk = {.run = arg};
     const fmoe_out_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_line l = fmoe_line_of(job->cpu, job->g, scratch, out_next, &walk);
-    for (const fmoe_step *s; (s = fmoe_line_next(&l));) {
+    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, out_next, &walk);
+    for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));) {
         /* The sums of one panel after another, [tokens][64] each. */
         const int64_t tokens = s->t1 - s->t0;
         fmoe_scratch panel = *scratch;

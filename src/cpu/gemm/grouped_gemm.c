@@ -64,9 +64,9 @@ static void in_worker(void *arg, int worker)
     in_walk walk = {.run = arg};
     const fmoe_in_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_line l = fmoe_line_of(job->cpu, job->g, scratch, in_next, &walk);
+    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, in_next, &walk);
     l.touched = job->touched;
-    for (const fmoe_step *s; (s = fmoe_line_next(&l));)
+    for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));)
         for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB)
             job->finish(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),
                         scratch->c + j * s->rows);

@@ -158,20 +158,20 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
 
 /* ---- a worker's line of chunks ---- */
 
-fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
-                       bool (*next)(void *, fmoe_step *), void *state)
+fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
+                                  bool (*next)(void *, fmoe_step *), void *state)
 {
-    return (fmoe_line){.cpu = cpu,
-                       .g = g,
-                       .scratch = scratch,
-                       .next = next,
-                       .state = state,
-                       .n = -1,
-                       .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
+    return (fmoe_pipeline){.cpu = cpu,
+                           .g = g,
+                           .scratch = scratch,
+                           .next = next,
+                           .state = state,
+                           .n = -1,
+                           .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
 }
 
 /* The rows of A that a step multiplies, `from` and so many of them. */
-static void point(const fmoe_line *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
+static void point(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
 {
     fmoe_point(s->a, l->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype), a);
 }
@@ -180,7 +180,7 @@ static void point(const fmoe_line *l, const fmoe_step *s, int64_t from, int64_t 
  * panel of it is multiplied, the next one is fetched: into L1 too where rows are many, for the tile that takes it from
  * there waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few a core's buffers for
  * L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not measured. */
-static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_lying(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { MANY_ROWS = 40 };
     fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
@@ -203,7 +203,7 @@ static void multiply_lying(const fmoe_line *l, const fmoe_step *s, const fmoe_st
  * later is fetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory).
  * Intel's cores are faster by 3 to 10 % with lines of the columns themselves, 768 bytes ahead and into L1; Zen 4 is
  * slower by 8 to 17. */
-static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_along(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), step = s->v[0].sn * element, bytes = s->kc * element;
@@ -226,7 +226,7 @@ static void multiply_along(const fmoe_line *l, const fmoe_step *s, const fmoe_st
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
-static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
+static void multiply(const fmoe_pipeline *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
@@ -258,7 +258,7 @@ static void multiply(const fmoe_line *l, const fmoe_step *s, const char *panel, 
 }
 
 /* The next step, multiplied: NULL when there is none. */
-const fmoe_step *fmoe_line_next(fmoe_line *l)
+const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
 {
     if (l->n < 0) {
         for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;

@@ -2,8 +2,8 @@
  *
  * pipeline.h - weights chunk by chunk. A worker sees all the chunks of its tasks as one line, which runs on over tasks
  * and experts: while one is multiplied, the next is packed and the one after fetched. */
-#ifndef FMOE_CPU_LINE_H
-#define FMOE_CPU_LINE_H
+#ifndef FMOE_CPU_PIPELINE_H
+#define FMOE_CPU_PIPELINE_H
 
 #include "cpu/gemm/jobs.h"
 
@@ -42,7 +42,7 @@ const char *fmoe_packed_at(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 
 /* ---- pipeline.c ---- */
 
-typedef struct fmoe_line {
+typedef struct fmoe_pipeline {
     const fmoe_cpu_plan *cpu;
     const fmoe_groups *g;
     fmoe_scratch *scratch;
@@ -53,11 +53,11 @@ typedef struct fmoe_line {
     int first;
     int n; /* how many of them there are; the first time, -1 */
     char *panel[2];
-} fmoe_line;
+} fmoe_pipeline;
 
-fmoe_line fmoe_line_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
-                       bool (*next)(void *, fmoe_step *), void *state);
+fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
+                                  bool (*next)(void *, fmoe_step *), void *state);
 void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low); /* from k0 on: chunk, kc */
-const fmoe_step *fmoe_line_next(fmoe_line *l); /* the next step, multiplied: NULL when there is none */
+const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l); /* the next step, multiplied: NULL when there is none */
 
 #endif

@@ -5,28 +5,28 @@
 /* ---- panels, as kernels.h describes them ---- */
 
 typedef struct form {
-    bool pairs, quads;
+    bool pairs, kmajor;
 } form;
 
 static form form_of(const check_kernel *k)
 {
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
                            strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") ||
-                           strstr(k->field, "quads_bf16"),
-                  .quads = strstr(k->field, "quads") || strstr(k->field, "pack_wide")};
+                           strstr(k->field, "kmajor_bf16"),
+                  .kmajor = strstr(k->field, "kmajor")};
 }
 
 static int64_t unit_of(form f) { return f.pairs ? 2 : 4; } /* bytes of an element */
 
 static int64_t panel_units(form f, int64_t kc) /* of 32 bits */
 {
-    return f.quads ? fmoe_ceil_div(kc * unit_of(f), 16) * 4 * FMOE_NB : (f.pairs ? (kc + 1) / 2 : kc) * FMOE_NB;
+    return f.kmajor ? fmoe_ceil_div(kc * unit_of(f), 16) * 4 * FMOE_NB : (f.pairs ? (kc + 1) / 2 : kc) * FMOE_NB;
 }
 
 /* Where element (k,n) of a panel lies, in f32 or (pairs) in bf16 elements. */
 static int64_t panel_at(form f, int64_t nr, int64_t kc, int64_t k, int64_t n)
 {
-    if (f.quads) {
+    if (f.kmajor) {
         const int64_t steps = fmoe_ceil_div(kc * unit_of(f), 16), block = 16 / unit_of(f), nq = nr / 4;
         return ((n / nq * steps + k / block) * nq + n % nq) * block + k % block;
     }
@@ -55,7 +55,7 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
     p->kc = index % 2 ? kcs[check_below(9)] : 1 + check_below(p->pairs ? FMOE_KC_PAIRS : FMOE_KC);
     if (check_below(2)) p->kc = fmoe_ceil_div(p->kc, 32) * 32; /* turns_avx512.h */
     p->ldc = FMOE_NB + (check_below(2) ? 0 : check_below(20));
-    const bool packed_a = !p->f.quads && check_below(2);
+    const bool packed_a = !p->f.kmajor && check_below(2);
     const int64_t unit = p->pairs ? 2 : 4, strip = p->pairs ? FMOE_NB : check_table.nr;
     p->a_step = packed_a ? strip * 4 : 4;
     p->a = check_alloc((size_t)(p->rows + 1) * sizeof *p->a);
@@ -150,8 +150,8 @@ static void draw_overlap(overlapped *b, form f)
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
     const int dtype = pairs ? FMOE_BF16 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
-    const bool cols = f.quads || (pairs && check_below(2)); /* along k: in quads, but for AMX */
-    const int64_t of_a_piece = f.quads ? 4 : 8;             /* columns */
+    const bool cols = f.kmajor || (pairs && check_below(2)); /* along k: in quads, but for AMX */
+    const int64_t of_a_piece = f.kmajor ? 4 : 8;             /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
     const int64_t step = (cols ? kc : columns) * element + apart, lines = cols ? 32 : kc;
@@ -181,9 +181,9 @@ static void draw_overlap(overlapped *b, form f)
                                 .to = panel,
                                 .to_step = cols ? 16 * FMOE_NB * 4 : panel_units(f, kc) * 4,
                                 .to_run = cols ? 32 : 2 * FMOE_NB * 4,
-                                .kind = f.quads ? FMOE_OVERLAP_KMAJOR
-                                        : cols  ? FMOE_OVERLAP_TRANSPOSE
-                                                : FMOE_OVERLAP_NMAJOR,
+                                .kind = f.kmajor ? FMOE_OVERLAP_KMAJOR
+                                        : cols   ? FMOE_OVERLAP_TRANSPOSE
+                                                 : FMOE_OVERLAP_NMAJOR,
                                 .dtype = dtype,
                                 .pack = {.at = half[0],
                                          .half = {half[0], half[1]},
@@ -257,7 +257,7 @@ void check_gemm(const check_kernel *k, int64_t index)
     }
     if (next.overlap.prefetch.left < 0)
         check_fail("%" PRId64 " pieces were taken past the last", -next.overlap.prefetch.left);
-    if (p.pairs && !p.f.quads && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
+    if (p.pairs && !p.f.kmajor && strstr(check_table.isa, "amx")) check_tile_order(&p, first);
     /* A row's bits do not depend on its company. */
     if (p.rows > 1) {
         const int64_t r = check_below(p.rows);
@@ -440,7 +440,7 @@ static source source_of(const check_kernel *k)
     const char *f = k->field;
     return (source){.f = form_of(k),
                     .pairs = form_of(k).pairs,
-                    .cols = strstr(f, "cols") || form_of(k).quads,
+                    .cols = strstr(f, "cols") || form_of(k).kmajor,
                     .dtype = strstr(f, "_f32")   ? FMOE_F32
                              : strstr(f, "_f16") ? FMOE_F16
                                                  : FMOE_BF16};
@@ -474,7 +474,7 @@ void check_pack(const check_kernel *k, int64_t index)
             const int64_t at = panel_at(s.f, check_table.nr, kc, i, col + j);
             if (s.pairs) {
                 memcpy(want + 2 * at, from, 2);
-                if (i == kc - 1 && kc % 2 && !s.f.quads) memset(want + 2 * at + 2, 0, 2);
+                if (i == kc - 1 && kc % 2 && !s.f.kmajor) memset(want + 2 * at + 2, 0, 2);
             } else {
                 uint16_t bits = 0;
                 if (s.dtype != FMOE_F32) memcpy(&bits, from, 2);
@@ -482,7 +482,7 @@ void check_pack(const check_kernel *k, int64_t index)
                 memcpy(want + 4 * at, s.dtype == FMOE_F32 ? from : &v, 4);
             }
         }
-    for (int64_t i = kc; s.f.quads && i * unit_of(s.f) % 16; i++) /* the rest of a block is zeros */
+    for (int64_t i = kc; s.f.kmajor && i * unit_of(s.f) % 16; i++) /* the rest of a block is zeros */
         for (int64_t j = 0; j < n; j++)
             memset(want + unit_of(s.f) * panel_at(s.f, check_table.nr, kc, i, col + j), 0, (size_t)unit_of(s.f));
     pack(panel, kc, col, pointers, n);
@@ -517,13 +517,13 @@ void check_peak(const check_kernel *k, int64_t index)
 
 /* ---- few rows by columns where they lie: the bits of the product by a panel of quads ---- */
 
-void check_gemm_along(const check_kernel *k, int64_t index)
+void check_gemm_kmajor_few_rows(const check_kernel *k, int64_t index)
 {
-    CHECK_KERNEL_FN(multiply, fmoe_gemm_along_fn, k, &check_table);
+    CHECK_KERNEL_FN(multiply, fmoe_gemm_kmajor_few_rows_fn, k, &check_table);
     enum { MOST = 20 }; /* rows: of one tile, two and three */
     const bool pairs = strstr(k->field, "bf16");
-    fmoe_gemm_fn *const by_panel = pairs ? check_table.gemm_quads_bf16 : check_table.gemm_quads_f32;
-    fmoe_pack_fn *const pack = pairs ? check_table.pack_quads_bf16 : check_table.pack_quads_f32;
+    fmoe_gemm_fn *const by_panel = pairs ? check_table.gemm_kmajor_bf16 : check_table.gemm_kmajor_f32;
+    fmoe_pack_fn *const pack = pairs ? check_table.pack_kmajor_bf16 : check_table.pack_kmajor_f32;
     const int dtype = pairs ? FMOE_BF16 : FMOE_F32;
     const int64_t element = pairs ? 2 : 4, rows = 1 + index % MOST, first = check_below(2);
     const int64_t kc = index < 24 ? CHECK_PICK(1, 2, 7, 8, 9, 32, 65) : 1 + check_below(FMOE_KC_PAIRS);

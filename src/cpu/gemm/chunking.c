@@ -8,7 +8,7 @@
  * of two apart share too few sets of L2 to wait there. */
 #include "cpu/gemm/pipeline.h"
 
-static bool side_by_side(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
+static bool is_nmajor(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 
 /* bf16 pairs that are multiplied where they lie (pipeline.c), whatever the step: no panel of them waits beside another.
  */
@@ -22,7 +22,7 @@ static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
  * expert; four times are no faster there, and 2 % slower at 8 rows. */
 int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
 {
-    const bool panels = (side_by_side(v) || low) && !cpu->gather; /* a low-rank term has those of its weights */
+    const bool panels = (is_nmajor(v) || low) && !cpu->gather; /* a low-rank term has those of its weights */
     const int64_t parts = !panels ? 1 : low || !never_packed(cpu, v) ? FMOE_PANELS : FMOE_PANELS / 2;
     const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K * parts, cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC));
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
@@ -36,7 +36,7 @@ int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, i
     for (int i = 0; i < n_w; i++)
         for (int64_t e = 0; e < (w[i].list ? E : 1); e++) {
             const fmoe_view v = fmoe_stack_at(&w[i], e);
-            if (!side_by_side(&v)) return 1;
+            if (!is_nmajor(&v)) return 1;
         }
     int64_t panels = FMOE_PANELS;
     while (panels > 1 && blocks / panels < tasks) panels /= 2;
@@ -49,11 +49,12 @@ int64_t fmoe_rows_of_task(int64_t rows)
     return fmoe_ceil_div(rows, fmoe_max(1, fmoe_ceil_div(rows, FMOE_TASK_ROWS)));
 }
 
-static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols, bool quads)
+static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols, bool kmajor)
 {
     const fmoe_kernels *k = &cpu->k;
-    if (quads && !cpu->pairs && dtype != FMOE_F32) return dtype == FMOE_BF16 ? k->pack_wide_bf16 : k->pack_wide_f16;
-    if (quads) return cpu->pairs ? k->pack_quads_bf16 : k->pack_quads_f32;
+    if (kmajor && !cpu->pairs && dtype != FMOE_F32)
+        return dtype == FMOE_BF16 ? k->pack_kmajor_widen_bf16 : k->pack_kmajor_widen_f16;
+    if (kmajor) return cpu->pairs ? k->pack_kmajor_bf16 : k->pack_kmajor_f32;
     if (cpu->pairs) return cols ? k->pack_cols_pairs : k->pack_rows_pairs;
     if (dtype == FMOE_BF16) return cols ? k->pack_cols_bf16 : k->pack_rows_bf16;
     if (dtype == FMOE_F16) return cols ? k->pack_cols_f16 : k->pack_rows_f16;
@@ -65,25 +66,25 @@ const char *fmoe_chunk_at(const fmoe_step *s, int i)
     return s->v[i].p + (s->n0 * s->v[i].sn + s->k0 * s->v[i].sk) * (int64_t)fmoe_dtype_size(s->dtype);
 }
 
-static bool lies_along_k(const fmoe_step *s, int i) { return s->v[i].sk == 1 || s->kc == 1; }
+static bool matrix_is_kmajor(const fmoe_step *s, int i) { return s->v[i].sk == 1 || s->kc == 1; }
 
-bool fmoe_along_k(const fmoe_step *s) { return lies_along_k(s, 0) && (s->n_v == 1 || lies_along_k(s, 1)); }
+bool fmoe_is_kmajor(const fmoe_step *s) { return matrix_is_kmajor(s, 0) && (s->n_v == 1 || matrix_is_kmajor(s, 1)); }
 
 int64_t fmoe_panels_in(const fmoe_step *s) { return fmoe_ceil_div(s->n * s->n_v, FMOE_NB); }
 
 /* Which form its panel has: by the level and how the weights lie, not by the rows. */
-bool fmoe_in_quads(const fmoe_cpu_plan *cpu, const fmoe_step *s)
+bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
-    if (!fmoe_along_k(s)) return false;
-    if (cpu->pairs) return cpu->k.gemm_quads_bf16 && !cpu->gather;
-    return cpu->k.gemm_quads_f32 && (s->dtype == FMOE_F32 || cpu->k.pack_wide_bf16);
+    if (!fmoe_is_kmajor(s)) return false;
+    if (cpu->pairs) return cpu->k.gemm_kmajor_bf16 && !cpu->gather;
+    return cpu->k.gemm_kmajor_f32 && (s->dtype == FMOE_F32 || cpu->k.pack_kmajor_widen_bf16);
 }
 
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(cpu->work_type);
-    return fmoe_in_quads(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB
-                                 : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    return fmoe_has_kmajor_panel(cpu, s) ? fmoe_ceil_div(s->kc * element, 16) * 16 * FMOE_NB
+                                         : (int64_t)fmoe_panel_bytes(cpu, s->kc);
 }
 
 /* The whole chunk at once. */
@@ -91,16 +92,16 @@ void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, cons
 {
     const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
     const int64_t bytes = fmoe_chunk_bytes(cpu, s), panels = fmoe_panels_in(s);
-    const bool quads = fmoe_in_quads(cpu, s);
+    const bool kmajor = fmoe_has_kmajor_panel(cpu, s);
     if (s->n < panels * width) memset(panel + (panels - 1) * bytes, 0, (size_t)bytes);
     for (int64_t j = 0; j < panels; j++)
         for (int i = 0; i < s->n_v; i++) {
             const char *base = fmoe_chunk_at(s, i) + j * FMOE_NB * s->v[i].sn * element;
             const int64_t n = fmoe_min(width, s->n - j * width);
-            const bool cols = lies_along_k(s, i);
+            const bool cols = matrix_is_kmajor(s, i);
             const int64_t pointers = cols ? n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
             for (int64_t k = 0; k < pointers; k++) scratch->pointers[k] = base + k * apart;
-            packer(cpu, s->dtype, cols, quads)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
+            packer(cpu, s->dtype, cols, kmajor)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
         }
 }
 

@@ -10,7 +10,7 @@ enum { FEW_ROWS = 24 }; /* memory is fetched from as fast as it can be */
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const fmoe_step *s, const char *half[2])
 {
-    if (s->n * s->n_v % FMOE_NB || (fmoe_along_k(s) && s->n > FMOE_NB) ||
+    if (s->n * s->n_v % FMOE_NB || (fmoe_is_kmajor(s) && s->n > FMOE_NB) ||
         (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
         return false;
     half[0] = fmoe_chunk_at(s, 0);
@@ -22,19 +22,20 @@ static bool halves(const fmoe_step *s, const char *half[2])
 /* Few rows are multiplied by weights where they lie, without a panel: of all experts alike, for what comes after a
  * chunk of the other kind is not packed beside it. On Intel's cores packing takes longer, and it pays up to 10 rows: 7
  * % there, 11 to 25 at 8; at 12 they are equal or 9 % slower. */
-static fmoe_gemm_along_fn *along(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
+static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
     const char *half[2];
     if (g->R > (cpu->intel ? 10 : 7) * g->active || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
-    if (fmoe_is_packed(s) || s->dtype != cpu->work_type || !fmoe_in_quads(cpu, s) || !halves(s, half)) return NULL;
-    return cpu->pairs ? cpu->k.gemm_along_bf16 : cpu->k.gemm_along_f32;
+    if (fmoe_is_packed(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !halves(s, half))
+        return NULL;
+    return cpu->pairs ? cpu->k.gemm_kmajor_few_rows_bf16 : cpu->k.gemm_kmajor_few_rows_f32;
 }
 
 void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low)
 {
     s->chunk = fmoe_chunk_of(cpu, &s->v[0], low);
     s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
-    if (along(cpu, g, s)) s->kc = s->v[0].K - s->k0;
+    if (few_rows_kernel(cpu, g, s)) s->kc = s->v[0].K - s->k0;
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
@@ -42,12 +43,12 @@ static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *pan
 {
     enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
-    const bool cols = fmoe_along_k(s), quads = fmoe_in_quads(cpu, s);
-    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = quads ? 4 : 8; /* of a piece */
+    const bool cols = fmoe_is_kmajor(s), kmajor = fmoe_has_kmajor_panel(cpu, s);
+    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = kmajor ? 4 : 8; /* of a piece */
     fmoe_walk *w = &overlap->pack;
     if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
     overlap->panel = overlap->to = panel;
-    overlap->kind = quads ? FMOE_OVERLAP_KMAJOR : cols ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
+    overlap->kind = kmajor ? FMOE_OVERLAP_KMAJOR : cols ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
     overlap->dtype = s->dtype;
     overlap->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
     overlap->to_run = cols ? 32 : 2 * ROW;
@@ -83,7 +84,7 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
 /* Multiplied where it lies (gemm_lying): columns that are neighbours, whole panels of them. */
 static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
-    const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_along_k(s) && s->n % FMOE_NB == 0;
+    const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_is_kmajor(s) && s->n % FMOE_NB == 0;
     if (!regular || s->a->dtype != cpu->work_type) return NULL;
     if (s->dtype != cpu->work_type)
         return cpu->pairs ? NULL : s->dtype == FMOE_F16 ? cpu->k.gemm_lying_wide_f16 : cpu->k.gemm_lying_wide_bf16;
@@ -92,7 +93,7 @@ static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 
 static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
-    return !fmoe_is_packed(s) && !lying(cpu, s) && !along(cpu, g, s);
+    return !fmoe_is_packed(s) && !lying(cpu, s) && !few_rows_kernel(cpu, g, s);
 }
 
 /* Let it fetch the lines of panel j of such a step. */
@@ -135,7 +136,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
 {
     enum { LINE = 64, PREFETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    const bool cols = fmoe_along_k(s);
+    const bool cols = fmoe_is_kmajor(s);
     fmoe_walk *w = &overlap->prefetch;
     if (!halves(s, w->half)) return;
     w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
@@ -203,14 +204,14 @@ static void multiply_lying(const fmoe_pipeline *l, const fmoe_step *s, const fmo
  * later is fetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory).
  * Intel's cores are faster by 3 to 10 % with lines of the columns themselves, 768 bytes ahead and into L1; Zen 4 is
  * slower by 8 to 17. */
-static void multiply_along(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), step = s->v[0].sn * element, bytes = s->kc * element;
     const char *w[2], *next[2] = {NULL, NULL};
     const void *a[FMOE_TASK_ROWS];
     halves(s, w);
-    if (then && along(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
+    if (then && few_rows_kernel(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
     point(l, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
@@ -220,8 +221,8 @@ static void multiply_along(const fmoe_pipeline *l, const fmoe_step *s, const fmo
         prefetch.length = prefetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / prefetch.per_half * bytes, prefetch.advance);
         prefetch.left = (int64_t)prefetch.length * prefetch.per_half * (after ? 2 : 1);
         if (l->cpu->intel) prefetch.same_columns = true, prefetch.left = bytes;
-        along(l->cpu, l->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, l->scratch->c + i * COLUMNS, FMOE_NB, s->first,
-                               &prefetch);
+        few_rows_kernel(l->cpu, l->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, l->scratch->c + i * COLUMNS, FMOE_NB,
+                                         s->first, &prefetch);
     }
 }
 
@@ -229,9 +230,9 @@ static void multiply_along(const fmoe_pipeline *l, const fmoe_step *s, const fmo
 static void multiply(const fmoe_pipeline *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
-    fmoe_gemm_fn *gemm = fmoe_in_quads(cpu, s) ? cpu->pairs ? cpu->k.gemm_quads_bf16 : cpu->k.gemm_quads_f32
-                         : cpu->pairs          ? cpu->k.gemm_bf16
-                                               : cpu->k.gemm_f32;
+    fmoe_gemm_fn *gemm = fmoe_has_kmajor_panel(cpu, s) ? cpu->pairs ? cpu->k.gemm_kmajor_bf16 : cpu->k.gemm_kmajor_f32
+                         : cpu->pairs                  ? cpu->k.gemm_bf16
+                                                       : cpu->k.gemm_f32;
     const bool widen = s->a->dtype != cpu->work_type;
     const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = fmoe_panels_in(s);
     const void *a[FMOE_TASK_ROWS];
@@ -274,14 +275,14 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
     const fmoe_step *now = &l->steps[l->first], *then = &l->steps[(l->first + 1) % 3],
                     *after = &l->steps[(l->first + 2) % 3];
     const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
-    const bool by_along = along(l->cpu, l->g, now);
-    if (by_along || lying(l->cpu, now)) {
-        (by_along ? multiply_along : multiply_lying)(l, now, l->n > 1 ? then : NULL);
+    const bool by_few_rows = few_rows_kernel(l->cpu, l->g, now);
+    if (by_few_rows || lying(l->cpu, now)) {
+        (by_few_rows ? multiply_few_rows : multiply_lying)(l, now, l->n > 1 ? then : NULL);
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
     fmoe_overlap overlap = {.batched = l->cpu->intel, .prefetch_again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
-    if (pack && fmoe_in_quads(l->cpu, now) == fmoe_in_quads(l->cpu, then))
+    if (pack && fmoe_has_kmajor_panel(l->cpu, now) == fmoe_has_kmajor_panel(l->cpu, then))
         overlap_pack(l->cpu, then, l->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
     if (l->n > 1 && fmoe_is_packed(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);

@@ -32,8 +32,8 @@ int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, i
 int64_t fmoe_rows_of_task(int64_t rows); /* of an expert that has so many */
 
 const char *fmoe_chunk_at(const fmoe_step *s, int i); /* where the chunk of matrix i begins */
-bool fmoe_along_k(const fmoe_step *s);                /* k is what lies along memory */
-bool fmoe_in_quads(const fmoe_cpu_plan *cpu, const fmoe_step *s);
+bool fmoe_is_kmajor(const fmoe_step *s);              /* k is what lies along memory */
+bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 int64_t fmoe_panels_in(const fmoe_step *s);
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
 void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const fmoe_step *s, char *panel);

@@ -47,8 +47,8 @@ typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, 
 
 /* The same, bit for bit, as gemm by panels of quads, one for each `chunk` of kc, for few rows and without panels: 32
  * columns where they lie along k, `step` bytes apart. */
-typedef void fmoe_gemm_along_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
+typedef void fmoe_gemm_kmajor_few_rows_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                          int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
  * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours

@@ -20,9 +20,9 @@ typedef struct header {
     char magic[8];
     char level[16];
     int64_t version, dtype, E, H, I, h_cols;
-    int64_t whole;           /* W1 is one matrix in stored order, not gate and up */
-    int64_t along1, along2;  /* W1, W2 lay along k: [out,in] */
-    char reserved[256 - 96]; /* zero */
+    int64_t whole;            /* W1 is one matrix in stored order, not gate and up */
+    int64_t kmajor1, kmajor2; /* W1, W2 lay along k: [out,in] */
+    char reserved[256 - 96];  /* zero */
 } header;
 
 _Static_assert(sizeof(header) == 256, "panels begin at whole cache lines");
@@ -37,25 +37,25 @@ typedef struct matrix {
     int64_t expert, columns; /* bytes to the panels of the next expert, of the next block */
 } matrix;
 
-static matrix matrix_of(const fmoe_plan_impl *p, int64_t N, int64_t K, int n_v, bool along)
+static matrix matrix_of(const fmoe_plan_impl *p, int64_t N, int64_t K, int n_v, bool kmajor)
 {
-    matrix m = {.v = {.N = N, .K = K, .sn = along ? K : 1, .sk = along ? 1 : 2}, .n_v = n_v};
+    matrix m = {.v = {.N = N, .K = K, .sn = kmajor ? K : 1, .sk = kmajor ? 1 : 2}, .n_v = n_v};
     m.blocks = fmoe_ceil_div(N, FMOE_NB / n_v);
     m.v.block = fmoe_packed_block(fmoe_cpu(p), &m.v, p->d.dtype);
     return m;
 }
 
-static matrix matrix1(const fmoe_plan_impl *p, bool whole, bool along)
+static matrix matrix1(const fmoe_plan_impl *p, bool whole, bool kmajor)
 {
-    matrix m = matrix_of(p, whole ? p->h_cols : p->d.I, p->d.H, whole ? 1 : 2, along);
+    matrix m = matrix_of(p, whole ? p->h_cols : p->d.I, p->d.H, whole ? 1 : 2, kmajor);
     m.columns = m.v.block;
     m.expert = m.blocks * m.v.block;
     return m;
 }
 
-static matrix matrix2(const fmoe_plan_impl *p, bool along)
+static matrix matrix2(const fmoe_plan_impl *p, bool kmajor)
 {
-    matrix m = matrix_of(p, p->d.H, p->d.I, 1, along);
+    matrix m = matrix_of(p, p->d.H, p->d.I, 1, kmajor);
     m.expert = m.v.block;
     m.v.block = m.columns = p->d.E * m.expert;
     return m;
@@ -82,8 +82,8 @@ fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes)
                          " do not fit 63 bits of bytes",
                          p->d.E, p->d.H, p->d.I);
     int64_t most1 = 0, most2 = 0; /* either orientation fits */
-    for (int along = 0; along < 2; along++) {
-        const matrix w1 = matrix1(p, !p->gated, along), w2 = matrix2(p, along);
+    for (int kmajor = 0; kmajor < 2; kmajor++) {
+        const matrix w1 = matrix1(p, !p->gated, kmajor), w2 = matrix2(p, kmajor);
         most1 = fmoe_max(most1, p->d.E * w1.expert);
         most2 = fmoe_max(most2, w2.blocks * w2.columns);
     }
@@ -120,15 +120,15 @@ static void pack_worker(void *arg, int worker)
 }
 
 /* Whether the matrices of a stack lie along k, all of them or none. */
-static fmoe_status lies_along(const fmoe_plan_impl *p, const fmoe_stack *w, const char *name, bool *along)
+static fmoe_status stored_kmajor(const fmoe_plan_impl *p, const fmoe_stack *w, const char *name, bool *kmajor)
 {
     for (int64_t e = 0; e < (w->list ? p->d.E : 1); e++) {
         const fmoe_view v = fmoe_stack_at(w, e);
         const bool this_one = v.sk == 1 || v.K == 1;
-        if (e && this_one != *along)
+        if (e && this_one != *kmajor)
             return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s[%" PRId64 "] is stored %s, %s[0] %s: all are packed one way",
-                             name, e, this_one ? "[out,in]" : "[in,out]", name, *along ? "[out,in]" : "[in,out]");
-        *along = this_one;
+                             name, e, this_one ? "[out,in]" : "[in,out]", name, *kmajor ? "[out,in]" : "[in,out]");
+        *kmajor = this_one;
     }
     return FMOE_OK;
 }
@@ -137,17 +137,17 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
 {
     (void)run;
     const bool whole = fmoe_w1_whole(p, &args->w);
-    bool along1 = false, along2 = false, up_along = false; /* gcc 16 does not know that E is 1 at the least */
+    bool kmajor1 = false, kmajor2 = false, up_kmajor = false; /* gcc 16 does not know that E is 1 at the least */
     pack_run r = {.p = p, .w1 = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}};
     r.w2 = fmoe_w2_stack(&args->w);
-    FMOE_TRY(lies_along(p, &r.w1[0], args->w.gate ? "gate" : "up", &along1));
-    FMOE_TRY(lies_along(p, &r.w1[1], "up", &up_along));
-    FMOE_TRY(lies_along(p, &r.w2, "down", &along2));
-    if (along1 != up_along)
+    FMOE_TRY(stored_kmajor(p, &r.w1[0], args->w.gate ? "gate" : "up", &kmajor1));
+    FMOE_TRY(stored_kmajor(p, &r.w1[1], "up", &up_kmajor));
+    FMOE_TRY(stored_kmajor(p, &r.w2, "down", &kmajor2));
+    if (kmajor1 != up_kmajor)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "gate is stored %s, up %s: both are packed one way",
-                         along1 ? "[out,in]" : "[in,out]", up_along ? "[out,in]" : "[in,out]");
-    r.m1 = matrix1(p, whole, along1);
-    r.m2 = matrix2(p, along2);
+                         kmajor1 ? "[out,in]" : "[in,out]", up_kmajor ? "[out,in]" : "[in,out]");
+    r.m1 = matrix1(p, whole, kmajor1);
+    r.m2 = matrix2(p, kmajor2);
     r.panels1 = (char *)args->packed + sizeof(header);
     r.panels2 = r.panels1 + p->d.E * r.m1.expert;
     r.tasks.n = p->d.E * (r.m1.blocks + r.m2.blocks);
@@ -159,8 +159,8 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
                 .I = p->d.I,
                 .h_cols = p->h_cols,
                 .whole = whole,
-                .along1 = along1,
-                .along2 = along2};
+                .kmajor1 = kmajor1,
+                .kmajor2 = kmajor2};
     memcpy(h.magic, magic, sizeof magic);
     memcpy(h.level, fmoe_cpu(p)->k.isa, strlen(fmoe_cpu(p)->k.isa));
     memcpy(args->packed, &h, sizeof h);
@@ -225,13 +225,13 @@ fmoe_stack fmoe_packed_w1(const fmoe_plan_impl *p, const void *packed, bool *who
 {
     const header *h = packed;
     *whole = h->whole;
-    const matrix m = matrix1(p, h->whole, h->along1);
+    const matrix m = matrix1(p, h->whole, h->kmajor1);
     return stack_of(p, &m, (const char *)(h + 1));
 }
 
 fmoe_stack fmoe_packed_w2(const fmoe_plan_impl *p, const void *packed)
 {
     const header *h = packed;
-    const matrix m1 = matrix1(p, h->whole, h->along1), m2 = matrix2(p, h->along2);
+    const matrix m1 = matrix1(p, h->whole, h->kmajor1), m2 = matrix2(p, h->kmajor2);
     return stack_of(p, &m2, (const char *)(h + 1) + p->d.E * m1.expert);
 }

@@ -15,7 +15,7 @@
 enum { NR = 16 };
 
 /* How two rows of A lie: k runs along each (a_step 4), or down a panel, in which the two are neighbours or are not. */
-enum { ALONG, BESIDE, APART };
+enum { KMAJOR, ADJACENT, APART };
 
 static inline uint32x2_t load2(const char *p)
 {
@@ -31,7 +31,7 @@ static inline uint32x2_t load_apart(const char *p, const char *q)
 static inline __attribute__((always_inline)) uint32x4_t load_left(const int form, const char *p, const char *q,
                                                                   int64_t a_step)
 {
-    if (form == ALONG) return vcombine_u32(load2(p), load2(q));
+    if (form == KMAJOR) return vcombine_u32(load2(p), load2(q));
     if (form == APART) return vcombine_u32(load_apart(p, p + a_step), load_apart(q, q + a_step));
     const uint32x2_t none = vdup_n_u32(0), even = load2(p), odd = load2(p + a_step);
     return vzip1q_u32(vcombine_u32(even, none), vcombine_u32(odd, none));
@@ -89,17 +89,17 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     fmoe_walk *prefetch = &overlap->prefetch;
     float32x4_t acc[FMOE_MR / 2][NR / 2];
     const char *row[FMOE_MR];
-    bool beside = mr % 2 == 0;
+    bool adjacent = mr % 2 == 0;
 #pragma GCC unroll 3
     for (int p = 0; p < pairs; p++) {
         row[2 * p] = a[2 * p];
         row[2 * p + 1] = a[fmoe_min(2 * p + 1, mr - 1)]; /* an odd last row is its own neighbour */
-        beside = beside && row[2 * p + 1] == row[2 * p] + 4;
+        adjacent = adjacent && row[2 * p + 1] == row[2 * p] + 4;
 #pragma GCC unroll 8
         for (int j = 0; j < NR / 2; j++) acc[p][j] = vdupq_n_f32(0);
     }
-    if (a_step == 4) steps(ALONG, pairs, acc, n, row, a_step, b, prefetch, rate);
-    else if (beside) steps(BESIDE, pairs, acc, n, row, a_step, b, prefetch, rate);
+    if (a_step == 4) steps(KMAJOR, pairs, acc, n, row, a_step, b, prefetch, rate);
+    else if (adjacent) steps(ADJACENT, pairs, acc, n, row, a_step, b, prefetch, rate);
     else steps(APART, pairs, acc, n, row, a_step, b, prefetch, rate);
     if (kc % 4) {
 #pragma GCC unroll 3

@@ -34,13 +34,13 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
         _mm512_storeu_ps(to + 48, load16_##type(other + 16 * element_bytes, 0xffff));                                  \
     }
 
-#define QUADS_DOT(acc, a, b) _mm512_fmadd_ps(a, b, acc)
+#define DOT_UNITS(acc, a, b) _mm512_fmadd_ps(a, b, acc)
 #include "cpu/kernels/x86/kmajor_avx512.h"
 #include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
-/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. QUADS: plus the type
+/* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. KMAJOR: plus the type
  * that is widened on the side. */
-enum { PLAIN, WIDENING, QUADS };
+enum { PLAIN, WIDENING, KMAJOR };
 
 static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_overlap *overlap)
 {
@@ -96,55 +96,56 @@ void fmoe_gemm_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_
     }
 }
 
-static inline __attribute__((always_inline)) void multiply_quads(const int widen, int64_t rows, int64_t kc,
-                                                                 const void *const *a, const float *panel, float *c,
-                                                                 int64_t ldc, int first, fmoe_overlap *overlap)
+static inline __attribute__((always_inline)) void multiply_kmajor(const int widen, int64_t rows, int64_t kc,
+                                                                  const void *const *a, const float *panel, float *c,
+                                                                  int64_t ldc, int first, fmoe_overlap *overlap)
 {
     if (overlap->batched && kc % (4 * TURN) == 0)
         quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, overlap);
-    else run_tiles(QUADS + widen, rows, kc * 4, a, 4, panel, c, ldc, first, overlap, 1);
-    while (overlap->pack.left > 0) piece_quads(widen, overlap);
+    else run_tiles(KMAJOR + widen, rows, kc * 4, a, 4, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) kmajor_piece(widen, overlap);
 }
 
-void fmoe_gemm_quads_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+void fmoe_gemm_kmajor_f32_avx512(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                                 float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
     if (overlap->pack.left == 0 || overlap->dtype == FMOE_F32)
-        multiply_quads(0, rows, kc, a, panel, c, ldc, first, overlap);
-    else if (overlap->dtype == FMOE_BF16) multiply_quads(FMOE_BF16, rows, kc, a, panel, c, ldc, first, overlap);
-    else multiply_quads(FMOE_F16, rows, kc, a, panel, c, ldc, first, overlap);
+        multiply_kmajor(0, rows, kc, a, panel, c, ldc, first, overlap);
+    else if (overlap->dtype == FMOE_BF16) multiply_kmajor(FMOE_BF16, rows, kc, a, panel, c, ldc, first, overlap);
+    else multiply_kmajor(FMOE_F16, rows, kc, a, panel, c, ldc, first, overlap);
 }
 
 /* ---- packing ---- */
 
-void fmoe_gemm_along_f32_avx512(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
+void fmoe_gemm_kmajor_few_rows_f32_avx512(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                          int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
-    quads_along(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, prefetch);
+    few_rows_multiply(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, prefetch);
 }
 
-void fmoe_pack_quads_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_kmajor_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
-    quads_pack(panel, kc * 4, col, cols, n);
+    kmajor_pack(panel, kc * 4, col, cols, n);
 }
 
 /* Four k of a column at a time. */
-#define DEFINE_PACK_WIDE(type)                                                                                         \
-    void fmoe_pack_wide_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)      \
+#define DEFINE_PACK_KMAJOR_WIDEN(type)                                                                                 \
+    void fmoe_pack_kmajor_widen_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols,         \
+                                                int64_t n)                                                             \
     {                                                                                                                  \
         const int64_t steps = fmoe_ceil_div(kc, 4);                                                                    \
         for (int64_t j = 0; j < n; j++) {                                                                              \
-            char *to = (char *)panel + (col + j) / 16 * steps * QUADS_STEP + (col + j) % 16 * QUAD;                    \
-            for (int64_t k = 0; k < steps; k++, to += QUADS_STEP) {                                                    \
+            char *to = (char *)panel + (col + j) / 16 * steps * KMAJOR_STEP + (col + j) % 16 * KBLOCK;                 \
+            for (int64_t k = 0; k < steps; k++, to += KMAJOR_STEP) {                                                   \
                 const __m512 x = load16_##type((const char *)cols[j] + 8 * k, first_n(fmoe_min(4, kc - 4 * k)));       \
                 _mm_storeu_ps((float *)(void *)to, _mm512_castps512_ps128(x));                                         \
             }                                                                                                          \
         }                                                                                                              \
     }
 
-DEFINE_PACK_WIDE(bf16)
-DEFINE_PACK_WIDE(f16)
+DEFINE_PACK_KMAJOR_WIDEN(bf16)
+DEFINE_PACK_KMAJOR_WIDEN(f16)
 
 #define DEFINE_PACK(type, element_bytes)                                                                               \
     void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \

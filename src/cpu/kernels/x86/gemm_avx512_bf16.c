@@ -10,11 +10,11 @@
 #include "cpu/kernels/x86/pack_avx512.h"
 #include "util.h"
 
-#define QUADS_DOT(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
+#define DOT_UNITS(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
 #include "cpu/kernels/x86/kmajor_avx512.h"
 #include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
-enum { PAIRS, QUADS }; /* forms of a tile */
+enum { PAIRS, KMAJOR }; /* forms of a tile */
 enum { UNIT = 2 };
 
 static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_overlap *overlap)
@@ -60,23 +60,24 @@ void fmoe_gemm_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, 
     while (overlap->pack.left > 0) piece_pairs(overlap);
 }
 
-void fmoe_gemm_quads_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                                      float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+void fmoe_gemm_kmajor_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, int64_t a_step,
+                                       const void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
-    run_tiles(QUADS, rows, kc * 2, a, 4, panel, c, ldc, first, overlap, 1);
-    while (overlap->pack.left > 0) piece_quads(0, overlap);
+    run_tiles(KMAJOR, rows, kc * 2, a, 4, panel, c, ldc, first, overlap, 1);
+    while (overlap->pack.left > 0) kmajor_piece(0, overlap);
 }
 
-void fmoe_gemm_along_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                      int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
+void fmoe_gemm_kmajor_few_rows_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_t chunk, const void *const *a,
+                                                const char *w, int64_t step, float *c, int64_t ldc, int first,
+                                                fmoe_walk *prefetch)
 {
-    quads_along(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, prefetch);
+    few_rows_multiply(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, prefetch);
 }
 
-void fmoe_pack_quads_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_kmajor_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
-    quads_pack(panel, kc * 2, col, cols, n);
+    kmajor_pack(panel, kc * 2, col, cols, n);
 }
 
 /* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache

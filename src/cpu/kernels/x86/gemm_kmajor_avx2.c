@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_ov
 #pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
             __m256 out[4];
-            wide_quads(dtype, w->at + 16 * i, w->step, out);
+            widen_kblocks(dtype, w->at + 16 * i, w->step, out);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) _mm256_storeu_ps(to + 2 * i * STEP + 8 * j, out[j]);
         }
@@ -133,8 +133,8 @@ static inline __attribute__((always_inline)) void multiply(const int form, int64
     while (overlap->pack.left > 0) piece(form, overlap);
 }
 
-void fmoe_gemm_quads_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
-                              float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+void fmoe_gemm_kmajor_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel,
+                               float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
     (void)a_step;
     if (overlap->pack.left == 0 || overlap->dtype == FMOE_F32)
@@ -145,8 +145,8 @@ void fmoe_gemm_quads_f32_avx2(int64_t rows, int64_t kc, const void *const *a, in
 
 /* ---- packing: block s of column n at panel[(n/4*steps + s)*16 + n%4*4] ---- */
 
-static inline __attribute__((always_inline)) void pack_quads(const int dtype, float *panel, int64_t kc, int64_t col,
-                                                             const void *const *cols, int64_t n)
+static inline __attribute__((always_inline)) void pack_kmajor(const int dtype, float *panel, int64_t kc, int64_t col,
+                                                              const void *const *cols, int64_t n)
 {
     const int64_t steps = fmoe_ceil_div(kc, 4);
     for (int64_t j = 0; j < n; j++) {
@@ -162,17 +162,17 @@ static inline __attribute__((always_inline)) void pack_quads(const int dtype, fl
     }
 }
 
-void fmoe_pack_quads_f32_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_kmajor_f32_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
-    pack_quads(FMOE_F32, panel, kc, col, cols, n);
+    pack_kmajor(FMOE_F32, panel, kc, col, cols, n);
 }
 
-void fmoe_pack_wide_bf16_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_kmajor_widen_bf16_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
-    pack_quads(FMOE_BF16, panel, kc, col, cols, n);
+    pack_kmajor(FMOE_BF16, panel, kc, col, cols, n);
 }
 
-void fmoe_pack_wide_f16_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_kmajor_widen_f16_avx2(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
-    pack_quads(FMOE_F16, panel, kc, col, cols, n);
+    pack_kmajor(FMOE_F16, panel, kc, col, cols, n);
 }

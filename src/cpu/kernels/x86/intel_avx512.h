@@ -22,7 +22,7 @@ static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 
 }
 
 /* One step: `quads`, four k of a row by 16 columns; else one by 64. `keep`: B is left in the panel. */
-static inline __attribute__((always_inline)) void turn_step(const int mr, const bool quads, const bool keep,
+static inline __attribute__((always_inline)) void turn_step(const int mr, const bool kmajor, const bool keep,
                                                             __m512 acc[FMOE_MR][4], const char *const at[FMOE_MR],
                                                             int64_t offset, const char *from, char *panel)
 {
@@ -36,15 +36,15 @@ static inline __attribute__((always_inline)) void turn_step(const int mr, const 
 #pragma GCC unroll 6
     for (int i = 0; i < mr; i++) {
         const float *a = (const float *)(const void *)(at[i] + offset);
-        const __m512 ai = quads ? _mm512_broadcast_f32x4(_mm_loadu_ps(a)) : _mm512_set1_ps(*a);
+        const __m512 ai = kmajor ? _mm512_broadcast_f32x4(_mm_loadu_ps(a)) : _mm512_set1_ps(*a);
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) acc[i][j] = turn_dot(acc[i][j], ai, b[j]);
     }
 }
 
-/* What a turn is due, as quads_fetch does it but four lines at a time: a third of the instructions. With these it pays
- * to fetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that much. (Lying
- * weights are fetched line by line: 4 % faster.) */
+/* What a turn is due, as kmajor_prefetch does it but four lines at a time: a third of the instructions. With these it
+ * pays to fetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that much.
+ * (Lying weights are fetched line by line: 4 % faster.) */
 static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64_t rate)
 {
     for (w->due += rate; w->due >= 4 * 65536; w->due -= 4 * 65536) {
@@ -62,36 +62,36 @@ static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64
 
 static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_overlap *overlap)
 {
-    if (widen == FMOE_BF16) piece_quads(FMOE_BF16, overlap);
-    else if (widen == FMOE_F16) piece_quads(FMOE_F16, overlap);
-    else piece_quads(0, overlap);
+    if (widen == FMOE_BF16) kmajor_piece(FMOE_BF16, overlap);
+    else if (widen == FMOE_F16) kmajor_piece(FMOE_F16, overlap);
+    else kmajor_piece(0, overlap);
 }
 
-/* quads_tile, of whole turns. */
+/* kmajor_tile, of whole turns. */
 static inline __attribute__((always_inline)) void quads_turns(int widen, const int mr, int64_t bytes,
                                                               const void *const *a, const char *b, float *c,
                                                               int64_t ldc, int first, fmoe_overlap *overlap,
                                                               int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t n = bytes / QUAD, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
+    const int64_t n = bytes / KBLOCK, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
     const volatile int64_t rate = TURN * fmoe_prefetch_rate(&overlap->prefetch, tiles * 4 * n);
     int64_t until = apart;
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
         sums_clear(mr, acc);
-        for (int64_t k = 0; k < n; k += TURN, b += TURN * QUADS_STEP) {
+        for (int64_t k = 0; k < n; k += TURN, b += TURN * KMAJOR_STEP) {
             const char *at[FMOE_MR];
             turn_fetch(&overlap->prefetch, rate);
 #pragma GCC unroll 6
-            for (int i = 0; i < mr; i++) at[i] = row[i] + k * QUAD;
+            for (int i = 0; i < mr; i++) at[i] = row[i] + k * KBLOCK;
 #pragma GCC unroll 4
-            for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * QUAD, b + u * QUADS_STEP, NULL);
+            for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * KBLOCK, b + u * KMAJOR_STEP, NULL);
             for (until -= TURN; until <= 0; until += apart)
                 if (overlap->pack.left > 0) turn_piece(widen, overlap);
         }
-        quads_store(mr, acc, c, ldc, first);
+        kmajor_store(mr, acc, c, ldc, first);
     }
 }
 

@@ -23,7 +23,7 @@ static inline __attribute__((always_inline)) void lying_step(const int mr, const
     for (int i = 0; i < mr; i++) {
         const __m512 ai = tile_unit(row[i] + offset, whole);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, b[j]);
+        for (int j = 0; j < 4; j++) acc[i][j] = DOT_UNITS(acc[i][j], ai, b[j]);
     }
 }
 

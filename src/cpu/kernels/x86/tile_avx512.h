@@ -3,10 +3,10 @@
  * tile_avx512.h - the register tile of both AVX-512 levels: up to 6 rows x 64 columns (24 accumulators, 4 B, 1 A), and
  * blocks of rows made of it (tiles.h). Included after a file has defined
  *
- *   QUADS_DOT(acc, a, b)                                         the multiply-add of its 32-bit units
+ *   DOT_UNITS(acc, a, b)                                         the multiply-add of its 32-bit units
  *   enum { UNIT };                                               k of such a unit
  *   static inline __m512 tile_unit(const char *a, bool whole);   one of A, broadcast; not whole at the end of an odd kc
- *   enum { ..., QUADS };                                         forms of a tile, the last ones those of
+ *   enum { ..., KMAJOR };                                         forms of a tile, the last ones those of
  * kmajor_avx512.h static inline void tile_piece(const int form, fmoe_overlap *side);
  *
  * In the forms of quads kc is in bytes. */
@@ -36,8 +36,8 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
                                                        fmoe_overlap *overlap, int64_t tiles)
 {
-    if (form >= QUADS) {
-        quads_tile(form - QUADS, mr, kc, a, (const char *)b, c, ldc, first, overlap, tiles);
+    if (form >= KMAJOR) {
+        kmajor_tile(form - KMAJOR, mr, kc, a, (const char *)b, c, ldc, first, overlap, tiles);
         return;
     }
     __m512 acc[FMOE_MR][4];
@@ -62,10 +62,10 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) {
                 const __m512 ai = tile_unit(row[i] + offset, true);
-                acc[i][0] = QUADS_DOT(acc[i][0], ai, b0);
-                acc[i][1] = QUADS_DOT(acc[i][1], ai, b1);
-                acc[i][2] = QUADS_DOT(acc[i][2], ai, b2);
-                acc[i][3] = QUADS_DOT(acc[i][3], ai, b3);
+                acc[i][0] = DOT_UNITS(acc[i][0], ai, b0);
+                acc[i][1] = DOT_UNITS(acc[i][1], ai, b1);
+                acc[i][2] = DOT_UNITS(acc[i][2], ai, b2);
+                acc[i][3] = DOT_UNITS(acc[i][3], ai, b3);
             }
         }
         if (pieces-- > 0) tile_piece(form, overlap);
@@ -75,7 +75,7 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         for (int i = 0; i < mr; i++) {
             const __m512 ai = tile_unit(row[i] + offset, false);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) acc[i][j] = QUADS_DOT(acc[i][j], ai, _mm512_loadu_ps(b + 16 * j));
+            for (int j = 0; j < 4; j++) acc[i][j] = DOT_UNITS(acc[i][j], ai, _mm512_loadu_ps(b + 16 * j));
         }
     }
     sums_store(mr, acc, c, ldc, first);

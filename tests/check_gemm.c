@@ -11,7 +11,7 @@ typedef struct form {
 static form form_of(const check_kernel *k)
 {
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
-                           strstr(k->field, "outer_bf16") || strstr(k->field, "lying_bf16") ||
+                           strstr(k->field, "outer_bf16") || strstr(k->field, "inplace_bf16") ||
                            strstr(k->field, "kmajor_bf16"),
                   .kmajor = strstr(k->field, "kmajor")};
 }
@@ -288,9 +288,9 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
 
 /* ---- the same by weights where they lie: the bits of the packed ones ---- */
 
-void check_gemm_lying(const check_kernel *k, int64_t index)
+void check_gemm_nmajor_inplace(const check_kernel *k, int64_t index)
 {
-    CHECK_KERNEL_FN(lying, fmoe_gemm_lying_fn, k, &check_table);
+    CHECK_KERNEL_FN(inplace, fmoe_gemm_nmajor_inplace_fn, k, &check_table);
     product p;
     do draw_product(&p, k, index);
     while (p.a_step != 4);
@@ -316,7 +316,7 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     fmoe_overlap overlap = {.prefetch = forbidden_lines(false), .batched = check_below(4) > 0}, nothing = {0};
     fmoe_gemm_fn *gemm = p.pairs ? check_table.gemm_bf16 : check_table.gemm_f32;
     gemm(p.rows, p.kc, p.a, 4, p.panel, want, p.ldc, first, &nothing);
-    lying(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &overlap);
+    inplace(p.rows, p.kc, p.a, w, apart, panel, p.c, p.ldc, first, &overlap);
     for (int64_t i = 0; i < p.rows * FMOE_NB && !check_failed(); i++) {
         const int64_t at = i / FMOE_NB * p.ldc + i % FMOE_NB;
         if (memcmp(&p.c[at], &want[at], 4))
@@ -326,9 +326,9 @@ void check_gemm_lying(const check_kernel *k, int64_t index)
     if (overlap.prefetch.left < 0) check_fail("%" PRId64 " pieces were taken past the last", -overlap.prefetch.left);
 }
 
-void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+void bench_gemm_nmajor_inplace(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
-    CHECK_KERNEL_FN(lying, fmoe_gemm_lying_fn, k, table);
+    CHECK_KERNEL_FN(inplace, fmoe_gemm_nmajor_inplace_fn, k, table);
     enum { ROWS = 48 };
     static char w[FMOE_PANEL_BYTES], panel[FMOE_PANEL_BYTES] __attribute__((aligned(64)));
     static float a[ROWS][FMOE_KC], c[ROWS * FMOE_NB];
@@ -338,7 +338,7 @@ void bench_gemm_lying(const check_kernel *k, const fmoe_kernels *table, int64_t 
     BENCH_FILL(w);
     BENCH_FILL(a);
     fmoe_overlap nothing = {0};
-    for (int i = 0; i < 20; i++) lying(ROWS, kc, rows, w, FMOE_NB * unit, panel, c, FMOE_NB, 1, &nothing);
+    for (int i = 0; i < 20; i++) inplace(ROWS, kc, rows, w, FMOE_NB * unit, panel, c, FMOE_NB, 1, &nothing);
     *items = 20;
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
 }

@@ -5,7 +5,7 @@
 const check_kernel_case check_kernel_cases[] = {
     {"gemm", check_gemm, bench_gemm, 40},
     {"gemm_kmajor_few_rows", check_gemm_kmajor_few_rows, NULL, 40},
-    {"gemm_lying", check_gemm_lying, bench_gemm_lying, 40},
+    {"gemm_nmajor_inplace", check_gemm_nmajor_inplace, bench_gemm_nmajor_inplace, 40},
     {"outer", check_outer, bench_outer, 40},
     {"pack", check_pack, bench_pack, 30},
     {"pack_left", check_pack_left, NULL, 30},

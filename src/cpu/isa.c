@@ -182,7 +182,8 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 #define FMOE_KERNEL(lvl, type, field)                                                                                  \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
 #include "cpu/kernels/kernels.inc"
-    if (level >= LEVEL_WIDE) k->gemm_lying_wide_bf16 = k->gemm_lying_wide_f16 = NULL; /* packing is faster there */
+    if (level >= LEVEL_WIDE)
+        k->gemm_nmajor_inplace_widen_bf16 = k->gemm_nmajor_inplace_widen_f16 = NULL; /* packing is faster there */
 }
 
 /* ---- what fmoe_info() says of them ---- */

@@ -14,7 +14,7 @@ static bool is_nmajor(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
  */
 static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 {
-    return cpu->pairs && cpu->k.gemm_lying_bf16 && v->N % FMOE_NB == 0;
+    return cpu->pairs && cpu->k.gemm_nmajor_inplace_bf16 && v->N % FMOE_NB == 0;
 }
 
 /* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. Panels that

@@ -81,19 +81,21 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
     w->into_l1 = rows >= FEW_ROWS;
 }
 
-/* Multiplied where it lies (gemm_lying): columns that are neighbours, whole panels of them. */
-static fmoe_gemm_lying_fn *lying(const fmoe_cpu_plan *cpu, const fmoe_step *s)
+/* Multiplied where it lies (gemm_nmajor_inplace): columns that are neighbours, whole panels of them. */
+static fmoe_gemm_nmajor_inplace_fn *nmajor_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_is_kmajor(s) && s->n % FMOE_NB == 0;
     if (!regular || s->a->dtype != cpu->work_type) return NULL;
     if (s->dtype != cpu->work_type)
-        return cpu->pairs ? NULL : s->dtype == FMOE_F16 ? cpu->k.gemm_lying_wide_f16 : cpu->k.gemm_lying_wide_bf16;
-    return cpu->pairs ? cpu->k.gemm_lying_bf16 : cpu->k.gemm_lying_f32;
+        return cpu->pairs             ? NULL
+               : s->dtype == FMOE_F16 ? cpu->k.gemm_nmajor_inplace_widen_f16
+                                      : cpu->k.gemm_nmajor_inplace_widen_bf16;
+    return cpu->pairs ? cpu->k.gemm_nmajor_inplace_bf16 : cpu->k.gemm_nmajor_inplace_f32;
 }
 
 static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
-    return !fmoe_is_packed(s) && !lying(cpu, s) && !few_rows_kernel(cpu, g, s);
+    return !fmoe_is_packed(s) && !nmajor_kernel(cpu, s) && !few_rows_kernel(cpu, g, s);
 }
 
 /* Let it fetch the lines of panel j of such a step. */
@@ -181,10 +183,10 @@ static void point(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int6
  * panel of it is multiplied, the next one is fetched: into L1 too where rows are many, for the tile that takes it from
  * there waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few a core's buffers for
  * L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not measured. */
-static void multiply_lying(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { MANY_ROWS = 40 };
-    fmoe_gemm_lying_fn *gemm = lying(l->cpu, s);
+    fmoe_gemm_nmajor_inplace_fn *gemm = nmajor_kernel(l->cpu, s);
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
     const bool many = s->rows >= MANY_ROWS && !l->cpu->intel;
     const void *a[FMOE_TASK_ROWS];
@@ -192,7 +194,7 @@ static void multiply_lying(const fmoe_pipeline *l, const fmoe_step *s, const fmo
     for (int64_t j = 0; j < panels; j++) {
         fmoe_overlap overlap = {.batched = l->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
-        else if (then && then->rows && lying(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
+        else if (then && then->rows && nmajor_kernel(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
         if (l->touched) overlap_prefetch_epilogue(s, l->touched, j, &overlap);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
@@ -276,8 +278,8 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
                     *after = &l->steps[(l->first + 2) % 3];
     const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
     const bool by_few_rows = few_rows_kernel(l->cpu, l->g, now);
-    if (by_few_rows || lying(l->cpu, now)) {
-        (by_few_rows ? multiply_few_rows : multiply_lying)(l, now, l->n > 1 ? then : NULL);
+    if (by_few_rows || nmajor_kernel(l->cpu, now)) {
+        (by_few_rows ? multiply_few_rows : multiply_nmajor)(l, now, l->n > 1 ? then : NULL);
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }

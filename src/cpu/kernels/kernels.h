@@ -42,8 +42,8 @@ typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_
 /* The same with a panel that is not packed yet: its columns lie at w, neighbours in memory, w_step bytes from one k to
  * the next, in the type that is multiplied (wide: bf16 or f16, and f32 is). `panel` is room for it; a's rows are f32 or
  * bf16 (a_step 4). */
-typedef void fmoe_gemm_lying_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
-                                void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap);
+typedef void fmoe_gemm_nmajor_inplace_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
+                                         void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap);
 
 /* The same, bit for bit, as gemm by panels of quads, one for each `chunk` of kc, for few rows and without panels: 32
  * columns where they lie along k, `step` bytes apart. */

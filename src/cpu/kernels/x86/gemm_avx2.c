@@ -86,9 +86,10 @@ static inline __attribute__((always_inline)) void first_tile(const int dtype, in
 }
 
 /* Strip by strip: what the first tile leaves of one is in L1 for the others. */
-static inline __attribute__((always_inline)) void lying(const int dtype, int64_t rows, int64_t kc, const void *const *a,
-                                                        const char *w, int64_t step, float *panel, float *c,
-                                                        int64_t ldc, int first, fmoe_overlap *overlap)
+static inline __attribute__((always_inline)) void nmajor_inplace(const int dtype, int64_t rows, int64_t kc,
+                                                                 const void *const *a, const char *w, int64_t step,
+                                                                 float *panel, float *c, int64_t ldc, int first,
+                                                                 fmoe_overlap *overlap)
 {
     const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr = tiles ? fmoe_ceil_div(rows, tiles) : 0;
     for (int64_t left = FMOE_NB / NR; left > 0 && tiles; left--, w += NR * bytes_of(dtype), c += NR) {
@@ -98,16 +99,17 @@ static inline __attribute__((always_inline)) void lying(const int dtype, int64_t
     }
 }
 
-#define DEFINE_LYING(field, dtype)                                                                                     \
-    void fmoe_gemm_lying_##field##_avx2(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step, \
-                                        void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)          \
+#define DEFINE_NMAJOR_INPLACE(field, dtype)                                                                            \
+    void fmoe_gemm_nmajor_inplace_##field##_avx2(int64_t rows, int64_t kc, const void *const *a, const void *w,        \
+                                                 int64_t w_step, void *panel, float *c, int64_t ldc, int first,        \
+                                                 fmoe_overlap *overlap)                                                \
     {                                                                                                                  \
-        lying(dtype, rows, kc, a, w, w_step, panel, c, ldc, first, overlap);                                           \
+        nmajor_inplace(dtype, rows, kc, a, w, w_step, panel, c, ldc, first, overlap);                                  \
     }
 
-DEFINE_LYING(f32, FMOE_F32)
-DEFINE_LYING(wide_bf16, FMOE_BF16)
-DEFINE_LYING(wide_f16, FMOE_F16)
+DEFINE_NMAJOR_INPLACE(f32, FMOE_F32)
+DEFINE_NMAJOR_INPLACE(widen_bf16, FMOE_BF16)
+DEFINE_NMAJOR_INPLACE(widen_f16, FMOE_F16)
 
 /* ---- packing ---- */
 

@@ -62,7 +62,7 @@ static inline __m512 tile_unit(const char *a, bool whole)
 
 #include "cpu/kernels/x86/tile_avx512.h"
 
-static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
+static inline void nmajor_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
     (void)step;
     (void)whole;
@@ -73,14 +73,14 @@ static inline void lying_load(const char *w, int64_t step, bool whole, __m512 b[
 #include "cpu/kernels/x86/nmajor_inplace_avx512.h"
 #include "cpu/kernels/x86/intel_avx512.h"
 
-void fmoe_gemm_lying_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
-                                void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+void fmoe_gemm_nmajor_inplace_f32_avx512(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
+                                         void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    if (lying_pays(overlap, rows)) {
-        lying_in_turns(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    if (nmajor_batched_pays(overlap, rows)) {
+        nmajor_batched(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
         return;
     }
-    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    const int64_t done = nmajor_first_tile(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
     run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 

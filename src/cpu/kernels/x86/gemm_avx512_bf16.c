@@ -32,7 +32,7 @@ static inline __m512 tile_unit(const char *a, bool whole)
 
 #include "cpu/kernels/x86/tile_avx512.h"
 
-static inline __attribute__((always_inline)) void lying_load(const char *w, int64_t step, bool whole, __m512 b[4])
+static inline __attribute__((always_inline)) void nmajor_load(const char *w, int64_t step, bool whole, __m512 b[4])
 {
     const __m512i lower = _mm512_loadu_si512(lower_words), upper = _mm512_loadu_si512(upper_words);
 #pragma GCC unroll 2
@@ -46,10 +46,11 @@ static inline __attribute__((always_inline)) void lying_load(const char *w, int6
 
 #include "cpu/kernels/x86/nmajor_inplace_avx512.h"
 
-void fmoe_gemm_lying_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
-                                      void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+void fmoe_gemm_nmajor_inplace_bf16_avx512_bf16(int64_t rows, int64_t kc, const void *const *a, const void *w,
+                                               int64_t w_step, void *panel, float *c, int64_t ldc, int first,
+                                               fmoe_overlap *overlap)
 {
-    const int64_t done = lying_first(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    const int64_t done = nmajor_first_tile(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
     run_tiles(PAIRS, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 

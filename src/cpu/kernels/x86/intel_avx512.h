@@ -9,10 +9,13 @@
  * pointers in every step made it 60. One core of a Xeon, weights in L2: 86 % of the ceiling in steps, 95 in turns;
  * beside another thread, presumably, 60 and 71. Zen 4 gains nothing, and stays with steps. */
 
-enum { TURN = 4, LYING_TURN = 16 }; /* steps */
+enum { TURN = 4, NMAJOR_BATCH = 16 }; /* steps */
 
 /* Weights where they lie gain nothing before 24 rows. */
-static inline bool lying_pays(const fmoe_overlap *overlap, int64_t rows) { return overlap->batched && rows >= 24; }
+static inline bool nmajor_batched_pays(const fmoe_overlap *overlap, int64_t rows)
+{
+    return overlap->batched && rows >= 24;
+}
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
 static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 a, __m512 b)
@@ -113,15 +116,15 @@ static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, in
     }
 }
 
-/* lying_tile, whose panel is then what lies there for the other tiles. */
-static inline __attribute__((always_inline)) void lying_turns(const int mr, const bool keep, int64_t kc,
-                                                              const void *const *a, const char *w, int64_t step,
-                                                              char *panel, float *c, int64_t ldc, int first,
-                                                              fmoe_overlap *overlap, int64_t tiles)
+/* nmajor_tile, whose panel is then what lies there for the other tiles. */
+static inline __attribute__((always_inline)) void nmajor_batched_tile(const int mr, const bool keep, int64_t kc,
+                                                                      const void *const *a, const char *w, int64_t step,
+                                                                      char *panel, float *c, int64_t ldc, int first,
+                                                                      fmoe_overlap *overlap, int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
-    const int64_t rate = LYING_TURN * fmoe_prefetch_rate(&overlap->prefetch, tiles * kc),
-                  of_rows = LYING_TURN * fmoe_prefetch_rate(&overlap->epilogue, tiles * kc);
+    const int64_t rate = NMAJOR_BATCH * fmoe_prefetch_rate(&overlap->prefetch, tiles * kc),
+                  of_rows = NMAJOR_BATCH * fmoe_prefetch_rate(&overlap->epilogue, tiles * kc);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < kc;) {
@@ -131,22 +134,22 @@ static inline __attribute__((always_inline)) void lying_turns(const int mr, cons
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) at[i] = row[i];
 #pragma GCC unroll 4
-        for (const int64_t stop = fmoe_min(kc, k + LYING_TURN); k < stop; k++, w += step, panel += PANEL_ROW)
+        for (const int64_t stop = fmoe_min(kc, k + NMAJOR_BATCH); k < stop; k++, w += step, panel += PANEL_ROW)
             turn_step(mr, false, keep, acc, at, 4 * k, w, panel);
     }
     sums_store(mr, acc, c, ldc, first);
 }
 
-static __attribute__((noinline)) void lying_in_turns(int64_t rows, int64_t kc, const void *const *a, const char *w,
+static __attribute__((noinline)) void nmajor_batched(int64_t rows, int64_t kc, const void *const *a, const char *w,
                                                      int64_t step, char *panel, float *c, int64_t ldc, int first,
                                                      fmoe_overlap *overlap)
 {
     const int64_t all = fmoe_ceil_div(rows, FMOE_MR);
     for (int64_t tiles = all, mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
-        if (tiles == all && mr == 5) lying_turns(5, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
-        else if (tiles == all) lying_turns(6, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
-        else if (mr == 5) lying_turns(5, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
-        else lying_turns(6, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
+        if (tiles == all && mr == 5) nmajor_batched_tile(5, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else if (tiles == all) nmajor_batched_tile(6, true, kc, a, w, step, panel, c, ldc, first, overlap, tiles);
+        else if (mr == 5) nmajor_batched_tile(5, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
+        else nmajor_batched_tile(6, false, kc, a, panel, PANEL_ROW, panel, c, ldc, first, overlap, tiles);
     }
 }

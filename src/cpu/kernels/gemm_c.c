@@ -38,7 +38,7 @@ enum { LANES = 1 };
 typedef float lanes;
 static inline lanes lanes_load(const int dtype, const char *p) { return load1(dtype, p); }
 static inline void lanes_store(float *to, lanes x) { *to = x; }
-static inline void lanes_turn(lanes x[LANES]) { (void)x; }
+static inline void lanes_transpose(lanes x[LANES]) { (void)x; }
 
 #include "cpu/kernels/pack_strips.h"
 

@@ -7,7 +7,7 @@
  *   typedef ... lanes;                                       a vector
  *   static inline lanes lanes_load(const int dtype, const char *p);
  *   static inline void lanes_store(float *to, lanes x);
- *   static inline void lanes_turn(lanes x[LANES]);           a transposition
+ *   static inline void lanes_transpose(lanes x[LANES]);           a transposition
  */
 
 #include "cpu/kernels/load.h"
@@ -38,7 +38,7 @@ static inline __attribute__((always_inline)) void strips_of_cols(const int dtype
             lanes x[LANES];
 #pragma GCC unroll 8
             for (int i = 0; i < LANES; i++) x[i] = lanes_load(dtype, (const char *)cols[j + i] + k * bytes_of(dtype));
-            lanes_turn(x);
+            lanes_transpose(x);
 #pragma GCC unroll 8
             for (int i = 0; i < LANES; i++) lanes_store(to + (k + i) * NR, x[i]);
         }

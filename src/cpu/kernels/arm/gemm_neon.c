@@ -72,7 +72,7 @@ static inline __attribute__((always_inline)) lanes lanes_load(const int dtype, c
 }
 
 static inline void lanes_store(float *to, lanes x) { vst1q_f32(to, vreinterpretq_f32_u32(x)); }
-static inline __attribute__((always_inline)) void lanes_turn(lanes x[LANES]) { transpose4(x); }
+static inline __attribute__((always_inline)) void lanes_transpose(lanes x[LANES]) { transpose4(x); }
 
 #include "cpu/kernels/pack_strips.h"
 

@@ -177,9 +177,10 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
         memcpy(last, b.full + b.full_steps * B_STEP, bytes);
         memset((char *)last + bytes, 0, sizeof last - bytes);
     }
-    const int64_t turns = 2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* steps in all, or halves of 16 x 64 */
-    const overlap_share w = {overlap, turns ? fmoe_ceil_div(overlap->pack.left, turns) : 0,
-                             fmoe_prefetch_rate(&overlap->prefetch, turns)};
+    const int64_t all_steps =
+        2 * b.full_steps * fmoe_ceil_div(rows, BLOCK_ROWS); /* steps in all, or halves of 16 x 64 */
+    const overlap_share w = {overlap, all_steps ? fmoe_ceil_div(overlap->pack.left, all_steps) : 0,
+                             fmoe_prefetch_rate(&overlap->prefetch, all_steps)};
     for (int64_t n, shape = 0; rows > 0; rows -= n, a += n, c += n * ldc) {
         n = fmoe_min(rows, BLOCK_ROWS);
         if (n != shape) shape_tiles(shape = n);

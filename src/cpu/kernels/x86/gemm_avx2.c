@@ -118,7 +118,7 @@ typedef __m256 lanes;
 static inline lanes lanes_load(const int dtype, const char *p) { return load8(dtype, p); }
 static inline void lanes_store(float *to, lanes x) { _mm256_storeu_ps(to, x); }
 
-static inline __attribute__((always_inline)) void lanes_turn(lanes r[LANES])
+static inline __attribute__((always_inline)) void lanes_transpose(lanes r[LANES])
 {
     __m256 t[8];
 #pragma GCC unroll 4

@@ -100,8 +100,8 @@ static inline __attribute__((always_inline)) void multiply_kmajor(const int wide
                                                                   const void *const *a, const float *panel, float *c,
                                                                   int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    if (overlap->batched && kc % (4 * TURN) == 0)
-        quads_in_turns(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, overlap);
+    if (overlap->batched && kc % (4 * BATCH) == 0)
+        kmajor_batched(widen, rows, kc * 4, a, (const char *)panel, c, ldc, first, overlap);
     else run_tiles(KMAJOR + widen, rows, kc * 4, a, 4, panel, c, ldc, first, overlap, 1);
     while (overlap->pack.left > 0) kmajor_piece(widen, overlap);
 }

@@ -174,7 +174,7 @@ static void block(const weights *w, const char *x, int64_t rows, float *sums, co
 }
 
 /* c[i][j] = sums[j][i], i < rows <= 16, j < n <= 16. */
-static void turn(const float *sums, int64_t rows, int64_t n, float *c, int64_t ldc)
+static void store_transposed(const float *sums, int64_t rows, int64_t n, float *c, int64_t ldc)
 {
     __m512 r[16];
 #pragma GCC unroll 16
@@ -214,7 +214,7 @@ void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const
             } else { /* rows outside: the other way around 64 rows and more take 2 to 5 % longer */
                 for (int64_t q = 0; q < m; q += 16)
                     for (int64_t j = 0; j < columns; j += 16)
-                        turn(sums + j * 32 + q, fmoe_min(16, m - q), columns - j, to + q * ldc + j, ldc);
+                        store_transposed(sums + j * 32 + q, fmoe_min(16, m - q), columns - j, to + q * ldc + j, ldc);
             }
         }
     }

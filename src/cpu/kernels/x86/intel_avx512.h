@@ -9,7 +9,7 @@
  * pointers in every step made it 60. One core of a Xeon, weights in L2: 86 % of the ceiling in steps, 95 in turns;
  * beside another thread, presumably, 60 and 71. Zen 4 gains nothing, and stays with steps. */
 
-enum { TURN = 4, NMAJOR_BATCH = 16 }; /* steps */
+enum { BATCH = 4, NMAJOR_BATCH = 16 }; /* steps */
 
 /* Weights where they lie gain nothing before 24 rows. */
 static inline bool nmajor_batched_pays(const fmoe_overlap *overlap, int64_t rows)
@@ -18,16 +18,16 @@ static inline bool nmajor_batched_pays(const fmoe_overlap *overlap, int64_t rows
 }
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */
-static inline __attribute__((always_inline)) __m512 turn_dot(__m512 acc, __m512 a, __m512 b)
+static inline __attribute__((always_inline)) __m512 batch_dot(__m512 acc, __m512 a, __m512 b)
 {
     __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
     return acc;
 }
 
 /* One step: `quads`, four k of a row by 16 columns; else one by 64. `keep`: B is left in the panel. */
-static inline __attribute__((always_inline)) void turn_step(const int mr, const bool kmajor, const bool keep,
-                                                            __m512 acc[FMOE_MR][4], const char *const at[FMOE_MR],
-                                                            int64_t offset, const char *from, char *panel)
+static inline __attribute__((always_inline)) void batch_step(const int mr, const bool kmajor, const bool keep,
+                                                             __m512 acc[FMOE_MR][4], const char *const at[FMOE_MR],
+                                                             int64_t offset, const char *from, char *panel)
 {
     __m512 b[4];
 #pragma GCC unroll 4
@@ -41,14 +41,14 @@ static inline __attribute__((always_inline)) void turn_step(const int mr, const 
         const float *a = (const float *)(const void *)(at[i] + offset);
         const __m512 ai = kmajor ? _mm512_broadcast_f32x4(_mm_loadu_ps(a)) : _mm512_set1_ps(*a);
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) acc[i][j] = turn_dot(acc[i][j], ai, b[j]);
+        for (int j = 0; j < 4; j++) acc[i][j] = batch_dot(acc[i][j], ai, b[j]);
     }
 }
 
 /* What a turn is due, as kmajor_prefetch does it but four lines at a time: a third of the instructions. With these it
  * pays to fetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that much.
  * (Lying weights are fetched line by line: 4 % faster.) */
-static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64_t rate)
+static inline __attribute__((always_inline)) void batch_prefetch(fmoe_walk *w, int64_t rate)
 {
     for (w->due += rate; w->due >= 4 * 65536; w->due -= 4 * 65536) {
         if (w->left <= 0) continue;
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void turn_fetch(fmoe_walk *w, int64
     }
 }
 
-static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_overlap *overlap)
+static inline __attribute__((always_inline)) void batch_piece(int widen, fmoe_overlap *overlap)
 {
     if (widen == FMOE_BF16) kmajor_piece(FMOE_BF16, overlap);
     else if (widen == FMOE_F16) kmajor_piece(FMOE_F16, overlap);
@@ -71,47 +71,47 @@ static inline __attribute__((always_inline)) void turn_piece(int widen, fmoe_ove
 }
 
 /* kmajor_tile, of whole turns. */
-static inline __attribute__((always_inline)) void quads_turns(int widen, const int mr, int64_t bytes,
-                                                              const void *const *a, const char *b, float *c,
-                                                              int64_t ldc, int first, fmoe_overlap *overlap,
-                                                              int64_t tiles)
+static inline __attribute__((always_inline)) void kmajor_batched_tile(int widen, const int mr, int64_t bytes,
+                                                                      const void *const *a, const char *b, float *c,
+                                                                      int64_t ldc, int first, fmoe_overlap *overlap,
+                                                                      int64_t tiles)
 {
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t n = bytes / KBLOCK, pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const volatile int64_t apart = pieces > 0 ? fmoe_max(1, 4 * n / pieces) : INT64_MAX;
-    const volatile int64_t rate = TURN * fmoe_prefetch_rate(&overlap->prefetch, tiles * 4 * n);
+    const volatile int64_t rate = BATCH * fmoe_prefetch_rate(&overlap->prefetch, tiles * 4 * n);
     int64_t until = apart;
     for (int group = 0; group < 4; group++, c += 16) {
         __m512 acc[FMOE_MR][4];
         sums_clear(mr, acc);
-        for (int64_t k = 0; k < n; k += TURN, b += TURN * KMAJOR_STEP) {
+        for (int64_t k = 0; k < n; k += BATCH, b += BATCH * KMAJOR_STEP) {
             const char *at[FMOE_MR];
-            turn_fetch(&overlap->prefetch, rate);
+            batch_prefetch(&overlap->prefetch, rate);
 #pragma GCC unroll 6
             for (int i = 0; i < mr; i++) at[i] = row[i] + k * KBLOCK;
 #pragma GCC unroll 4
-            for (int u = 0; u < TURN; u++) turn_step(mr, true, false, acc, at, u * KBLOCK, b + u * KMAJOR_STEP, NULL);
-            for (until -= TURN; until <= 0; until += apart)
-                if (overlap->pack.left > 0) turn_piece(widen, overlap);
+            for (int u = 0; u < BATCH; u++) batch_step(mr, true, false, acc, at, u * KBLOCK, b + u * KMAJOR_STEP, NULL);
+            for (until -= BATCH; until <= 0; until += apart)
+                if (overlap->pack.left > 0) batch_piece(widen, overlap);
         }
         kmajor_store(mr, acc, c, ldc, first);
     }
 }
 
 /* Not inline: beside it the other form came out 5 % slower at 16 rows. */
-static __attribute__((noinline)) void quads_in_turns(int widen, int64_t rows, int64_t bytes, const void *const *a,
+static __attribute__((noinline)) void kmajor_batched(int widen, int64_t rows, int64_t bytes, const void *const *a,
                                                      const char *b, float *c, int64_t ldc, int first,
                                                      fmoe_overlap *overlap)
 {
     for (int64_t tiles = fmoe_ceil_div(rows, FMOE_MR), mr; tiles > 0; tiles--, rows -= mr, a += mr, c += mr * ldc) {
         mr = fmoe_ceil_div(rows, tiles);
         switch (mr) {
-        case 1: quads_turns(widen, 1, bytes, a, b, c, ldc, first, overlap, tiles); break;
-        case 2: quads_turns(widen, 2, bytes, a, b, c, ldc, first, overlap, tiles); break;
-        case 3: quads_turns(widen, 3, bytes, a, b, c, ldc, first, overlap, tiles); break;
-        case 4: quads_turns(widen, 4, bytes, a, b, c, ldc, first, overlap, tiles); break;
-        case 5: quads_turns(widen, 5, bytes, a, b, c, ldc, first, overlap, tiles); break;
-        default: quads_turns(widen, 6, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 1: kmajor_batched_tile(widen, 1, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 2: kmajor_batched_tile(widen, 2, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 3: kmajor_batched_tile(widen, 3, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 4: kmajor_batched_tile(widen, 4, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        case 5: kmajor_batched_tile(widen, 5, bytes, a, b, c, ldc, first, overlap, tiles); break;
+        default: kmajor_batched_tile(widen, 6, bytes, a, b, c, ldc, first, overlap, tiles); break;
         }
     }
 }
@@ -135,7 +135,7 @@ static inline __attribute__((always_inline)) void nmajor_batched_tile(const int 
         for (int i = 0; i < mr; i++) at[i] = row[i];
 #pragma GCC unroll 4
         for (const int64_t stop = fmoe_min(kc, k + NMAJOR_BATCH); k < stop; k++, w += step, panel += PANEL_ROW)
-            turn_step(mr, false, keep, acc, at, 4 * k, w, panel);
+            batch_step(mr, false, keep, acc, at, 4 * k, w, panel);
     }
     sums_store(mr, acc, c, ldc, first);
 }

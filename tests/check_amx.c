@@ -3,9 +3,9 @@
  * sums. */
 #include "check_kernels.h"
 
-void check_pack_left(const check_kernel *k, int64_t index)
+void check_pack_wgrad_left(const check_kernel *k, int64_t index)
 {
-    CHECK_KERNEL_FN(pack, fmoe_pack_left_fn, k, &check_table);
+    CHECK_KERNEL_FN(pack, fmoe_pack_wgrad_left_fn, k, &check_table);
     static const int64_t ns[] = {64, 1, 15, 16, 17, 33}, kcs[] = {1, 2, 31, 32, 33, 63, 64, 65};
     const int64_t n = index < 6 ? ns[index] : 1 + check_below(FMOE_NB);
     const int64_t kc = check_below(2) ? kcs[check_below(8)] : 1 + check_below(300), length = fmoe_ceil_div(kc, 32) * 32;

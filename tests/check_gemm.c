@@ -368,7 +368,8 @@ void check_outer(const check_kernel *k, int64_t index)
     const bool pairs = f.pairs;
     const int64_t m = index < 8 ? ms[index] : 1 + check_below(150),
                   gap = check_below(2) ? 0 : 32 * (1 + check_below(4));
-    const bool own_rows = pairs && check_table.pack_left_pairs; /* AMX: columns of the left operand one after another */
+    const bool own_rows =
+        pairs && check_table.pack_wgrad_left_pairs; /* AMX: columns of the left operand one after another */
     const int64_t kc = own_rows ? 32 * (1 + check_below(5)) : pairs ? 2 * (1 + check_below(70)) : 1 + check_below(140);
     const int64_t units = panel_units(f, kc);
     const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16);
@@ -440,7 +441,7 @@ static source source_of(const check_kernel *k)
     const char *f = k->field;
     return (source){.f = form_of(k),
                     .pairs = form_of(k).pairs,
-                    .cols = strstr(f, "cols") || form_of(k).kmajor,
+                    .cols = strstr(f, "transposed") || form_of(k).kmajor,
                     .dtype = strstr(f, "_f32")   ? FMOE_F32
                              : strstr(f, "_f16") ? FMOE_F16
                                                  : FMOE_BF16};

@@ -8,7 +8,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"gemm_nmajor_inplace", check_gemm_nmajor_inplace, bench_gemm_nmajor_inplace, 40},
     {"outer", check_outer, bench_outer, 40},
     {"pack", check_pack, bench_pack, 30},
-    {"pack_left", check_pack_left, NULL, 30},
+    {"pack_wgrad_left", check_pack_wgrad_left, NULL, 30},
     {"pack_tiles", check_pack_tiles, NULL, 30},
     {"gemm_direct", check_gemm_direct, bench_gemm_direct, 40},
     {"load", check_load, bench_convert, 20},

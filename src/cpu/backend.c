@@ -15,7 +15,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     const int cores = fmoe_cpu_count(), most = cores > 64 ? cores : 64;
     cpu->threads = p->d.threads == 0 ? cores : p->d.threads < most ? p->d.threads : most;
     cpu->pairs = p->d.dtype == FMOE_BF16 && cpu->k.gemm_bf16;
-    cpu->gather = cpu->pairs && cpu->k.pack_left_pairs;
+    cpu->gather = cpu->pairs && cpu->k.pack_wgrad_left_pairs;
     cpu->intel = fmoe_cpu_is_intel();
     cpu->work_type = cpu->pairs ? FMOE_BF16 : FMOE_F32;
     p->priv = cpu;

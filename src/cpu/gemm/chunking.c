@@ -49,16 +49,16 @@ int64_t fmoe_rows_of_task(int64_t rows)
     return fmoe_ceil_div(rows, fmoe_max(1, fmoe_ceil_div(rows, FMOE_TASK_ROWS)));
 }
 
-static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool cols, bool kmajor)
+static fmoe_pack_fn *packer(const fmoe_cpu_plan *cpu, int dtype, bool kmajor, bool kmajor_panel)
 {
     const fmoe_kernels *k = &cpu->k;
-    if (kmajor && !cpu->pairs && dtype != FMOE_F32)
+    if (kmajor_panel && !cpu->pairs && dtype != FMOE_F32)
         return dtype == FMOE_BF16 ? k->pack_kmajor_widen_bf16 : k->pack_kmajor_widen_f16;
-    if (kmajor) return cpu->pairs ? k->pack_kmajor_bf16 : k->pack_kmajor_f32;
-    if (cpu->pairs) return cols ? k->pack_cols_pairs : k->pack_rows_pairs;
-    if (dtype == FMOE_BF16) return cols ? k->pack_cols_bf16 : k->pack_rows_bf16;
-    if (dtype == FMOE_F16) return cols ? k->pack_cols_f16 : k->pack_rows_f16;
-    return cols ? k->pack_cols_f32 : k->pack_rows_f32;
+    if (kmajor_panel) return cpu->pairs ? k->pack_kmajor_bf16 : k->pack_kmajor_f32;
+    if (cpu->pairs) return kmajor ? k->pack_transposed_pairs : k->pack_nmajor_pairs;
+    if (dtype == FMOE_BF16) return kmajor ? k->pack_transposed_bf16 : k->pack_nmajor_bf16;
+    if (dtype == FMOE_F16) return kmajor ? k->pack_transposed_f16 : k->pack_nmajor_f16;
+    return kmajor ? k->pack_transposed_f32 : k->pack_nmajor_f32;
 }
 
 const char *fmoe_chunk_at(const fmoe_step *s, int i)
@@ -92,16 +92,16 @@ void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, cons
 {
     const int64_t width = FMOE_NB / s->n_v, element = (int64_t)fmoe_dtype_size(s->dtype);
     const int64_t bytes = fmoe_chunk_bytes(cpu, s), panels = fmoe_panels_in(s);
-    const bool kmajor = fmoe_has_kmajor_panel(cpu, s);
+    const bool kmajor_panel = fmoe_has_kmajor_panel(cpu, s);
     if (s->n < panels * width) memset(panel + (panels - 1) * bytes, 0, (size_t)bytes);
     for (int64_t j = 0; j < panels; j++)
         for (int i = 0; i < s->n_v; i++) {
             const char *base = fmoe_chunk_at(s, i) + j * FMOE_NB * s->v[i].sn * element;
             const int64_t n = fmoe_min(width, s->n - j * width);
-            const bool cols = matrix_is_kmajor(s, i);
-            const int64_t pointers = cols ? n : s->kc, apart = (cols ? s->v[i].sn : s->v[i].sk) * element;
+            const bool kmajor = matrix_is_kmajor(s, i);
+            const int64_t pointers = kmajor ? n : s->kc, apart = (kmajor ? s->v[i].sn : s->v[i].sk) * element;
             for (int64_t k = 0; k < pointers; k++) scratch->pointers[k] = base + k * apart;
-            packer(cpu, s->dtype, cols, kmajor)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
+            packer(cpu, s->dtype, kmajor, kmajor_panel)(panel + j * bytes, s->kc, i * width, scratch->pointers, n);
         }
 }
 

@@ -43,22 +43,22 @@ static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *pan
 {
     enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
-    const bool cols = fmoe_is_kmajor(s), kmajor = fmoe_has_kmajor_panel(cpu, s);
-    const int64_t k = (cols ? 16 : 2) * unit, pieces = s->kc / k, columns = kmajor ? 4 : 8; /* of a piece */
+    const bool kmajor = fmoe_is_kmajor(s), kmajor_panel = fmoe_has_kmajor_panel(cpu, s);
+    const int64_t k = (kmajor ? 16 : 2) * unit, pieces = s->kc / k, columns = kmajor_panel ? 4 : 8; /* of a piece */
     fmoe_walk *w = &overlap->pack;
     if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
     overlap->panel = overlap->to = panel;
-    overlap->kind = kmajor ? FMOE_OVERLAP_KMAJOR : cols ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
+    overlap->kind = kmajor_panel ? FMOE_OVERLAP_KMAJOR : kmajor ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
     overlap->dtype = s->dtype;
-    overlap->to_step = cols ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
-    overlap->to_run = cols ? 32 : 2 * ROW;
+    overlap->to_step = kmajor ? 16 * ROW : (int64_t)fmoe_panel_bytes(cpu, s->kc);
+    overlap->to_run = kmajor ? 32 : 2 * ROW;
     w->at = w->half[0];
-    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
-    w->advance = cols ? k * element : FMOE_NB * element;
-    w->run_step = cols ? columns * w->step : k * w->step;
-    w->per_half = (int32_t)(cols ? FMOE_NB / 2 / columns : pieces);
-    w->length = w->in_run = (int32_t)(cols ? pieces : fmoe_panels_in(s));
-    w->left = pieces * (cols ? FMOE_NB / columns : fmoe_panels_in(s));
+    w->step = (kmajor ? s->v[0].sn : s->v[0].sk) * element;
+    w->advance = kmajor ? k * element : FMOE_NB * element;
+    w->run_step = kmajor ? columns * w->step : k * w->step;
+    w->per_half = (int32_t)(kmajor ? FMOE_NB / 2 / columns : pieces);
+    w->length = w->in_run = (int32_t)(kmajor ? pieces : fmoe_panels_in(s));
+    w->left = pieces * (kmajor ? FMOE_NB / columns : fmoe_panels_in(s));
 }
 
 /* Let it fetch a packed panel: one line after another; on Intel's cores eighths of it side by side where memory and
@@ -138,16 +138,16 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
 {
     enum { LINE = 64, PREFETCH_AHEAD = 32 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
-    const bool cols = fmoe_is_kmajor(s);
+    const bool kmajor = fmoe_is_kmajor(s);
     fmoe_walk *w = &overlap->prefetch;
     if (!halves(s, w->half)) return;
-    w->step = (cols ? s->v[0].sn : s->v[0].sk) * element;
+    w->step = (kmajor ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = LINE;
     w->run_step = 8 * w->step;
-    w->length = (int32_t)fmoe_ceil_div((cols ? s->kc : s->n) * element, LINE);
-    w->per_half = (int32_t)(cols ? FMOE_NB / 16 : fmoe_ceil_div(s->kc, 8));
-    w->left = (int64_t)w->length * w->per_half * (cols ? 2 : s->n_v);
-    if (!cols && s->n_v == 1 && before->n == s->n && before->v[0].sk == s->v[0].sk && before->dtype == s->dtype) {
+    w->length = (int32_t)fmoe_ceil_div((kmajor ? s->kc : s->n) * element, LINE);
+    w->per_half = (int32_t)(kmajor ? FMOE_NB / 16 : fmoe_ceil_div(s->kc, 8));
+    w->left = (int64_t)w->length * w->per_half * (kmajor ? 2 : s->n_v);
+    if (!kmajor && s->n_v == 1 && before->n == s->n && before->v[0].sk == s->v[0].sk && before->dtype == s->dtype) {
         w->half[1] = w->half[0];
         w->half[0] = fmoe_chunk_at(before, 0) + PREFETCH_AHEAD * w->step;
         w->per_half = (int32_t)fmoe_ceil_div(fmoe_max(0, before->kc - PREFETCH_AHEAD), 8);
@@ -156,7 +156,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     }
     w->in_run = w->length;
     w->at = w->half[0];
-    w->into_l1 = rows >= FEW_ROWS && cols;
+    w->into_l1 = rows >= FEW_ROWS && kmajor;
 }
 
 /* ---- a worker's line of chunks ---- */

@@ -10,11 +10,11 @@
 
 /* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
  */
-static bool own_rows(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_left_pairs; }
+static bool left_transposed(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_wgrad_left_pairs; }
 
 static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
 {
-    return own_rows(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
+    return left_transposed(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
 }
 
 static fmoe_outer_fn *outer_kernel(const fmoe_outer_job *job)
@@ -32,14 +32,15 @@ static int64_t chunk_rows(const fmoe_cpu_plan *cpu)
 /* Columns of A that can be kept, packed, for so many rows. L3 is near enough for them, but AMX wants L2. */
 static int64_t kept_columns(const fmoe_cpu_plan *cpu, int64_t rows)
 {
-    const int64_t panels = own_rows(cpu) ? 3 : FMOE_LEFT_PANELS, padded = fmoe_ceil_div(fmoe_max(1, rows), 32) * 32;
+    const int64_t panels = left_transposed(cpu) ? 3 : FMOE_LEFT_PANELS,
+                  padded = fmoe_ceil_div(fmoe_max(1, rows), 32) * 32;
     return panels * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(cpu, padded) * FMOE_NB;
 }
 
 /* Of all rows of an expert, or of a chunk only: then they are packed again for each 64 columns of dW. */
 static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
 {
-    return rows <= chunk_rows(cpu) || (!own_rows(cpu) && kept_columns(cpu, rows) >= 2 * FMOE_NB);
+    return rows <= chunk_rows(cpu) || (!left_transposed(cpu) && kept_columns(cpu, rows) >= 2 * FMOE_NB);
 }
 
 /* Rows of dW in one task: as many as A is kept for, and as the scratch has room for where sums pass through it. Each
@@ -54,7 +55,7 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t position, int64_t N)
     const bool at_end = position >= g->E - job->cpu->threads && g->E >= 8 * (int64_t)job->cpu->threads;
     const int64_t e = g->order[position], rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
     const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
-    const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : own_rows(job->cpu) ? kept : MOST;
+    const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : left_transposed(job->cpu) ? kept : MOST;
     const int64_t share = at_end ? 0 : fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
     const int64_t tasks = fmoe_ceil_div(fmoe_max(N, 1), want); /* N is 0 in lists of groups that have no columns */
@@ -75,10 +76,10 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
 {
     const void **pointers = point(s, a, g, e, row, kc, column);
     if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
-    fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_rows_pairs
-                         : a->dtype == FMOE_BF16 ? cpu->k.pack_rows_bf16
-                         : a->dtype == FMOE_F16  ? cpu->k.pack_rows_f16
-                                                 : cpu->k.pack_rows_f32;
+    fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_nmajor_pairs
+                         : a->dtype == FMOE_BF16 ? cpu->k.pack_nmajor_bf16
+                         : a->dtype == FMOE_F16  ? cpu->k.pack_nmajor_f16
+                                                 : cpu->k.pack_nmajor_f32;
     pack(panel, kc, 0, pointers, n);
 }
 
@@ -88,13 +89,13 @@ static int64_t left_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
 }
 
 /* Columns [column, column+m) of the left operand. */
-static void pack_left(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g, int64_t e,
-                      int64_t row, int64_t kc, int64_t column, int64_t m, char *packed)
+static void pack_left_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *left, const fmoe_groups *g,
+                              int64_t e, int64_t row, int64_t kc, int64_t column, int64_t m, char *packed)
 {
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
         char *to = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
-        if (own_rows(cpu)) cpu->k.pack_left_pairs(to, kc, point(s, left, g, e, row, kc, column + i), n);
+        if (left_transposed(cpu)) cpu->k.pack_wgrad_left_pairs(to, kc, point(s, left, g, e, row, kc, column + i), n);
         else pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
     }
 }
@@ -104,7 +105,8 @@ static const char *left_at(const fmoe_cpu_plan *cpu, const char *packed, int64_t
 {
     const char *panel = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
     const int64_t j = i % FMOE_NB, unit = cpu->pairs ? FMOE_NB : cpu->k.nr; /* columns side by side in a panel */
-    return panel + (own_rows(cpu) ? j * left_panel_bytes(cpu, kc) / FMOE_NB : (j / unit * unit * kc + j % unit) * 4);
+    return panel +
+           (left_transposed(cpu) ? j * left_panel_bytes(cpu, kc) / FMOE_NB : (j / unit * unit * kc + j % unit) * 4);
 }
 
 /* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
@@ -160,7 +162,7 @@ static void multiply_block(const block *b)
                              b->job->dw.dtype, b->ahead.n ? &b->ahead : NULL);
         return;
     }
-    const int64_t a_step = own_rows(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
+    const int64_t a_step = left_transposed(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     fmoe_overlap nothing = {0};
     /* Sums that are complete after one chunk are stored while they are in L1. */
@@ -201,7 +203,8 @@ static void first_columns(const block *b, const operand *left, const operand *ri
         part.m = fmoe_min(FMOE_NB, b->m - i);
         part.left += i / FMOE_NB * left_panel_bytes(cpu, b->kc);
         part.dst += i * row_bytes;
-        pack_left(cpu, b->s, left->rows, left->g, left->e, left->row, b->kc, left->column + i, part.m, part.left);
+        pack_left_operand(cpu, b->s, left->rows, left->g, left->e, left->row, b->kc, left->column + i, part.m,
+                          part.left);
         const operand *next = i + FMOE_NB < b->m ? left : right;
         if (next == right) point(b->s, right->rows, right->g, right->e, right->row, b->kc, right->column);
         part.ahead = next_columns(b->s, next, b->kc);
@@ -228,12 +231,12 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
             b.last = r + chunk >= rows;
             b.left = (char *)s->left + r / chunk * kept;
             left.row = right.row = row0 + r;
-            const bool by_panel = k0 == 0 && rows <= chunk && !own_rows(cpu) && streams(&b);
+            const bool by_panel = k0 == 0 && rows <= chunk && !left_transposed(cpu) && streams(&b);
             if (!by_panel && (k0 == 0 || (rows > chunk && !kept)))
-                pack_left(cpu, s, left.rows, g, e, left.row, b.kc, left.column, m, b.left);
+                pack_left_operand(cpu, s, left.rows, g, e, left.row, b.kc, left.column, m, b.left);
             pack_operand(cpu, s, right.rows, g, e, right.row, b.kc, right.column + k0, b.n, s->panel);
             const size_t packed = fmoe_panel_bytes(cpu, b.kc);
-            if (own_rows(cpu))
+            if (left_transposed(cpu))
                 memset((char *)s->panel + packed, 0, fmoe_panel_bytes(cpu, padded_rows(cpu, b.kc)) - packed);
             if (by_panel) {
                 first_columns(&b, &left, &right);

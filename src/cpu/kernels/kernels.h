@@ -56,7 +56,7 @@ typedef void fmoe_gemm_kmajor_few_rows_fn(int64_t rows, int64_t kc, int64_t chun
 typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *const *pointers, int64_t n);
 
 /* n columns of kc rows of bf16, transposed: dst[j][k], each column ceil(kc/32)*32 long, padded with zeros. */
-typedef void fmoe_pack_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
+typedef void fmoe_pack_wgrad_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
 
 /* Weights where they lie (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n weights, w_stride bytes
  * apart. x is in tiles: 16 rows at a time, in room for ceil(K/32) tiles each, as pack_tiles makes them of n <= 16 rows:
@@ -104,8 +104,8 @@ typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const fmoe_act_row
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool past);
 
 /* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
- * i < m. `left` is panels of 64 columns, one after another, or as pack_left makes it where a level has that. Every row
- * of dst is whole cache lines, in `dtype`. Where the next panel's rows lie may be fetched meanwhile. */
+ * i < m. `left` is panels of 64 columns, one after another, or as pack_wgrad_left makes it where a level has that.
+ * Every row of dst is whole cache lines, in `dtype`. Where the next panel's rows lie may be fetched meanwhile. */
 typedef struct fmoe_prefetch_rows {
     const void *const *rows; /* [n], and 64 columns of them `offset` bytes on */
     int64_t n, offset;

@@ -12,8 +12,8 @@
 
 #include "cpu/kernels/load.h"
 
-static inline __attribute__((always_inline)) void strips_of_rows(const int dtype, float *panel, int64_t kc, int64_t col,
-                                                                 const void *const *rows, int64_t n)
+static inline __attribute__((always_inline)) void strips_nmajor(const int dtype, float *panel, int64_t kc, int64_t col,
+                                                                const void *const *rows, int64_t n)
 {
     for (int64_t j = 0; j < n; j += LANES) {
         float *to = panel + (col + j) / NR * kc * NR + (col + j) % NR;
@@ -27,8 +27,8 @@ static inline __attribute__((always_inline)) void strips_of_rows(const int dtype
     }
 }
 
-static inline __attribute__((always_inline)) void strips_of_cols(const int dtype, float *panel, int64_t kc, int64_t col,
-                                                                 const void *const *cols, int64_t n)
+static inline __attribute__((always_inline)) void strips_transposed(const int dtype, float *panel, int64_t kc,
+                                                                    int64_t col, const void *const *cols, int64_t n)
 {
     for (int64_t j = 0; j < n; j += LANES) {
         float *to = panel + (col + j) / NR * kc * NR + (col + j) % NR;
@@ -49,13 +49,14 @@ static inline __attribute__((always_inline)) void strips_of_cols(const int dtype
 }
 
 #define DEFINE_PACK(type, dtype, level)                                                                                \
-    void fmoe_pack_rows_##type##_##level(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)     \
+    void fmoe_pack_nmajor_##type##_##level(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)   \
     {                                                                                                                  \
-        strips_of_rows(dtype, panel, kc, col, rows, n);                                                                \
+        strips_nmajor(dtype, panel, kc, col, rows, n);                                                                 \
     }                                                                                                                  \
-    void fmoe_pack_cols_##type##_##level(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)     \
+    void fmoe_pack_transposed_##type##_##level(void *panel, int64_t kc, int64_t col, const void *const *cols,          \
+                                               int64_t n)                                                              \
     {                                                                                                                  \
-        strips_of_cols(dtype, panel, kc, col, cols, n);                                                                \
+        strips_transposed(dtype, panel, kc, col, cols, n);                                                             \
     }
 
 #define DEFINE_PACKS(level)                                                                                            \

@@ -150,7 +150,7 @@ void fmoe_gemm_bf16_neon_bf16(int64_t rows, int64_t kc, const void *const *a, in
 
 /* ---- packing ---- */
 
-void fmoe_pack_rows_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
+void fmoe_pack_nmajor_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
 {
     for (int64_t k = 0; k < kc; k += 2) {
         uint32_t *dst = (uint32_t *)panel + k / 2 * FMOE_NB + col;
@@ -166,7 +166,7 @@ void fmoe_pack_rows_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const 
 }
 
 /* Pairs of k are neighbours in memory already: a transposition of 32-bit units. */
-void fmoe_pack_cols_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_transposed_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
     for (int64_t j = 0; j < n; j += 4) {
         uint32_t *dst = (uint32_t *)panel + col + j;

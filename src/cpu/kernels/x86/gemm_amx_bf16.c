@@ -224,7 +224,8 @@ static void stream_block(int dtype, int64_t rows, const float *sums, const float
     else stream_rows(FMOE_F16, rows, sums, c, to, 2 * stride);
 }
 
-/* `left` is rows of kc, a multiple of 32 (pack_left_pairs). A block goes to memory while the next one is multiplied. */
+/* `left` is rows of kc, a multiple of 32 (pack_wgrad_left_pairs). A block goes to memory while the next one is
+ * multiplied. */
 void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                               int64_t stride, int dtype, const fmoe_prefetch_rows *ahead)
 {

@@ -23,7 +23,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 
 /* ---- pieces of the next panel ---- */
 
-#define PIECE_ROWS(type, element_bytes)                                                                                \
+#define PIECE_NMAJOR(type, element_bytes)                                                                              \
     _Pragma("GCC unroll 2") for (int part = 0; part < 2; part++)                                                       \
     {                                                                                                                  \
         const char *from = p + part * step, *other = piece_other(overlap) + part * step;                               \
@@ -46,9 +46,9 @@ static inline __attribute__((always_inline)) void tile_piece(const int form, fmo
 {
     const char *p = overlap->pack.at;
     const int64_t step = overlap->pack.step;
-    if (form == PLAIN) PIECE_ROWS(f32, 4)
-    else if (overlap->dtype == FMOE_BF16) PIECE_ROWS(bf16, 2)
-    else PIECE_ROWS(f16, 2)
+    if (form == PLAIN) PIECE_NMAJOR(f32, 4)
+    else if (overlap->dtype == FMOE_BF16) PIECE_NMAJOR(bf16, 2)
+    else PIECE_NMAJOR(f16, 2)
     fmoe_walk_on(&overlap->pack);
 }
 
@@ -148,7 +148,7 @@ DEFINE_PACK_KMAJOR_WIDEN(bf16)
 DEFINE_PACK_KMAJOR_WIDEN(f16)
 
 #define DEFINE_PACK(type, element_bytes)                                                                               \
-    void fmoe_pack_rows_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)      \
+    void fmoe_pack_nmajor_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)    \
     {                                                                                                                  \
         for (int64_t k = 0; k < kc; k++) {                                                                             \
             float *dst = (float *)panel + k * FMOE_NB + col;                                                           \
@@ -160,7 +160,8 @@ DEFINE_PACK_KMAJOR_WIDEN(f16)
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    void fmoe_pack_cols_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)      \
+    void fmoe_pack_transposed_##type##_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols,           \
+                                              int64_t n)                                                               \
     {                                                                                                                  \
         for (int64_t j0 = 0; j0 < n; j0 += 16) {                                                                       \
             const int64_t nj = fmoe_min(16, n - j0);                                                                   \

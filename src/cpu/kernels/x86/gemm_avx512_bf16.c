@@ -84,7 +84,7 @@ void fmoe_pack_kmajor_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, con
 /* Rows k and k+1 side by side: word 2j from row k, word 2j+1 from row k+1. A row of the panel is two or three cache
  * lines, and the next row of a weight matrix a page away: no hardware prefetcher follows that, so fetch ahead by hand.
  */
-void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
+void fmoe_pack_nmajor_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *rows, int64_t n)
 {
     const __m512i lower = _mm512_loadu_si512(lower_words), upper = _mm512_loadu_si512(upper_words);
     for (int64_t k = 0; k < kc; k += 2) {
@@ -112,7 +112,7 @@ void fmoe_pack_rows_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, cons
 }
 
 /* Pairs of k are neighbours in memory already: a transposition of 32-bit units. */
-void fmoe_pack_cols_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
+void fmoe_pack_transposed_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
     for (int64_t j0 = 0; j0 < n; j0 += 16) {
         const int64_t nj = fmoe_min(16, n - j0);

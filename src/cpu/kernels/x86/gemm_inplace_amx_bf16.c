@@ -41,7 +41,7 @@ void fmoe_pack_tiles_amx_bf16(void *tiles, int64_t K, const void *const *rows, i
 
 /* 16 columns and 32 rows at a time: two rows make 16 units of 32 bits, and 16 such pairs are transposed in registers.
  */
-void fmoe_pack_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *rows, int64_t n)
+void fmoe_pack_wgrad_left_pairs_amx_bf16(void *dst, int64_t kc, const void *const *rows, int64_t n)
 {
     const int64_t length = fmoe_ceil_div(kc, TILE_K) * TILE_K;
     for (int64_t k0 = 0; k0 < kc; k0 += TILE_K)

@@ -110,7 +110,7 @@ static inline const char *piece_other(const fmoe_overlap *s)
 
 /* 8 columns x 8 units. z[i] holds in its lanes of four units: column i, column i+4, then the second four of each; loads
  * with a mask put them there, which leaves two rounds of shuffles, inside lanes. */
-static inline __attribute__((always_inline)) void piece_cols_store(const __m512 z[4], char *to)
+static inline __attribute__((always_inline)) void piece_transpose_store(const __m512 z[4], char *to)
 {
     const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(z[0], z[1])),
                   c = _mm512_castps_pd(_mm512_unpacklo_ps(z[2], z[3]));
@@ -153,13 +153,13 @@ static inline __attribute__((always_inline)) void piece_cols_store(const __m512 
                 : "memory");                                                                                           \
     } while (0)
 
-static inline __attribute__((always_inline)) void piece_cols_units(const fmoe_overlap *s)
+static inline __attribute__((always_inline)) void piece_transpose(const fmoe_overlap *s)
 {
     __m512 z[4];
     PIECE_LOAD("0", z, s->pack.at, s->pack.step);
-    piece_cols_store(z, piece_at(s));
+    piece_transpose_store(z, piece_at(s));
     PIECE_LOAD("32", z, s->pack.at, s->pack.step);
-    piece_cols_store(z, piece_at(s) + 8 * PANEL_ROW);
+    piece_transpose_store(z, piece_at(s) + 8 * PANEL_ROW);
 }
 
 /* ---- pieces of a panel of bf16 pairs, packed between the products of AVX512_BF16 or of AMX ---- */
@@ -180,7 +180,7 @@ static inline __attribute__((always_inline)) void interleave(const void *even, c
 static inline __attribute__((always_inline)) void piece_pairs(fmoe_overlap *overlap)
 {
     if (overlap->kind == FMOE_OVERLAP_TRANSPOSE) {
-        piece_cols_units(overlap);
+        piece_transpose(overlap);
     } else {
         const char *p = overlap->pack.at, *q = piece_other(overlap);
         const int64_t step = overlap->pack.step;

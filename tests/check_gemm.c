@@ -11,7 +11,7 @@ typedef struct form {
 static form form_of(const check_kernel *k)
 {
     return (form){.pairs = strstr(k->field, "pairs") || strstr(k->field, "gemm_bf16") ||
-                           strstr(k->field, "outer_bf16") || strstr(k->field, "inplace_bf16") ||
+                           strstr(k->field, "wgrad_bf16") || strstr(k->field, "inplace_bf16") ||
                            strstr(k->field, "kmajor_bf16"),
                   .kmajor = strstr(k->field, "kmajor")};
 }
@@ -346,7 +346,7 @@ void bench_gemm_nmajor_inplace(const check_kernel *k, const fmoe_kernels *table,
 /* ---- outer: from two packed panels to the rows of a gradient, each of them whole cache lines ---- */
 
 /* On AMX every bit is known here too. */
-static void check_outer_order(const fmoe_tensor *dst, int64_t i, int64_t kc, const uint16_t *a, const void *panel)
+static void check_wgrad_order(const fmoe_tensor *dst, int64_t i, int64_t kc, const uint16_t *a, const void *panel)
 {
     uint16_t b[FMOE_KC_PAIRS];
     for (int64_t k = 0; k < kc; k++)
@@ -360,9 +360,9 @@ static void check_outer_order(const fmoe_tensor *dst, int64_t i, int64_t kc, con
         check_fail("element %" PRId64 " is %a, by the manual's order %a", i, check_get(dst, i), (double)want);
 }
 
-void check_outer(const check_kernel *k, int64_t index)
+void check_wgrad(const check_kernel *k, int64_t index)
 {
-    CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, &check_table);
+    CHECK_KERNEL_FN(wgrad, fmoe_wgrad_fn, k, &check_table);
     static const int64_t ms[] = {1, 6, 7, 63, 64, 65, 128, 130};
     const form f = form_of(k);
     const bool pairs = f.pairs;
@@ -391,7 +391,7 @@ void check_outer(const check_kernel *k, int64_t index)
     if (check_failed()) return;
     const void *rows[2] = {left, panel};
     const fmoe_prefetch_rows ahead = {.rows = rows, .n = 2};
-    outer(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype, check_below(2) ? &ahead : NULL);
+    wgrad(m, kc, left, panel, more ? c : NULL, dst->data, FMOE_NB + gap, dtype, check_below(2) ? &ahead : NULL);
     const double half_ulp = dtype == FMOE_F32 ? 0 : dtype == FMOE_BF16 ? 0x1p-8 : 0x1p-11;
     for (int64_t i = 0; i < m * FMOE_NB && !check_failed(); i++) {
         const int64_t row = i / FMOE_NB, n = i % FMOE_NB;
@@ -409,21 +409,21 @@ void check_outer(const check_kernel *k, int64_t index)
         }
         check_near("dst", i, check_get(dst, i), sum,
                    check_c(kc) * U32 * magnitude * 1.01 + half_ulp * fabs(sum) + 0x1p-25);
-        if (own_rows && !more) check_outer_order(dst, i, kc, (uint16_t *)(void *)left + row * kc, panel);
+        if (own_rows && !more) check_wgrad_order(dst, i, kc, (uint16_t *)(void *)left + row * kc, panel);
     }
     check_gaps("dst", dst);
 }
 
-void bench_outer(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+void bench_wgrad(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
-    CHECK_KERNEL_FN(outer, fmoe_outer_fn, k, table);
+    CHECK_KERNEL_FN(wgrad, fmoe_wgrad_fn, k, table);
     enum { M = 128, ROWS = 64 };
     static char left[M * ROWS * 4] __attribute__((aligned(64))), panel[FMOE_NB * ROWS * 4] __attribute__((aligned(64)));
     static float dst[M * FMOE_NB] __attribute__((aligned(64)));
     BENCH_FILL(left);
     BENCH_FILL(panel);
     for (int i = 0; i < 20; i++)
-        outer(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32, NULL);
+        wgrad(M, ROWS, left, panel, NULL, dst, FMOE_NB, form_of(k).pairs ? FMOE_BF16 : FMOE_F32, NULL);
     *items = 20;
     *flops = 2.0 * M * ROWS * FMOE_NB;
 }

@@ -6,7 +6,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"gemm", check_gemm, bench_gemm, 40},
     {"gemm_kmajor_few_rows", check_gemm_kmajor_few_rows, NULL, 40},
     {"gemm_nmajor_inplace", check_gemm_nmajor_inplace, bench_gemm_nmajor_inplace, 40},
-    {"outer", check_outer, bench_outer, 40},
+    {"wgrad", check_wgrad, bench_wgrad, 40},
     {"pack", check_pack, bench_pack, 30},
     {"pack_wgrad_left", check_pack_wgrad_left, NULL, 30},
     {"pack_tiles", check_pack_tiles, NULL, 30},

@@ -9,7 +9,7 @@ void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
     g->E = E;
     g->off = fmoe_carve_take(c, E + 1, sizeof *g->off);
     g->order = fmoe_carve_take(c, E, sizeof *g->order);
-    g->ends = fmoe_carve_take(c, E, FMOE_ENDS * sizeof *g->ends);
+    g->ends = fmoe_carve_take(c, E, FMOE_WGRADS * sizeof *g->ends);
     g->slot = slots ? fmoe_carve_take(c, slots, sizeof *g->slot) : NULL;
     g->token = slots ? fmoe_carve_take(c, slots, sizeof *g->token) : NULL;
     g->gathered = NULL;

@@ -5,14 +5,14 @@
 
 #include "cpu/plan.h"
 
-enum { FMOE_ENDS = 7 }; /* weight gradients at a time: of W1 in two halves, W2, and the factors of adapters */
+enum { FMOE_WGRADS = 7 }; /* weight gradients at a time: of W1 in two halves, W2, and the factors of adapters */
 
 typedef struct fmoe_groups {
     int64_t E, R;   /* R: rows in groups */
     int64_t active; /* groups that have any */
     int64_t *off;   /* [E+1] first row of each group */
     int64_t *order; /* [E] groups from large to small: the order tasks are handed out in */
-    int64_t *ends;  /* [FMOE_ENDS][E] scratch: running numbers of tasks of a product, in that order */
+    int64_t *ends;  /* [FMOE_WGRADS][E] scratch: running numbers of tasks of a product, in that order */
     int64_t *slot;  /* [T*k] row -> t*k+j; in each group ascending */
     int64_t *token; /* [T*k] row -> t */
     /* Where the plan gathers rows (else NULL): room for them, of up to gathered_k elements, in rows or in tiles, and

@@ -101,7 +101,7 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
 void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n);
 
 /* dW[e][n,k] = sum over the rows of e of A[r,n] B[r,k]: weight gradients. A starts at column a_column of its rows. */
-typedef struct fmoe_outer_job {
+typedef struct fmoe_wgrad_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
     const fmoe_groups *g;
@@ -110,17 +110,17 @@ typedef struct fmoe_outer_job {
     int64_t a_column;
     fmoe_stack dw;
     bool accumulate;
-} fmoe_outer_job;
+} fmoe_wgrad_job;
 
-typedef struct fmoe_outer_run {
-    const fmoe_outer_job *job;
+typedef struct fmoe_wgrad_run {
+    const fmoe_wgrad_job *job;
     fmoe_tasks tasks;
     int64_t *ends;
-} fmoe_outer_run;
+} fmoe_wgrad_run;
 
-void fmoe_outer_prepare(fmoe_outer_run *run, const fmoe_outer_job *job, int i); /* i: which of the groups' ends */
-void fmoe_outer_worker(void *run, int worker);
-void fmoe_multiply_outer(const fmoe_outer_job *job);
+void fmoe_wgrad_prepare(fmoe_wgrad_run *run, const fmoe_wgrad_job *job, int i); /* i: which of the groups' ends */
+void fmoe_wgrad_worker(void *run, int worker);
+void fmoe_wgrad(const fmoe_wgrad_job *job);
 
 /* dbias[e][n] = sum over the rows of e of s[r] * A[r,n]; s NULL: 1. */
 void fmoe_column_sums(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, const fmoe_tensor *weights,

@@ -17,16 +17,16 @@ static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
     return left_transposed(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
 }
 
-static fmoe_outer_fn *outer_kernel(const fmoe_outer_job *job)
+static fmoe_wgrad_fn *wgrad_kernel(const fmoe_wgrad_job *job)
 {
     const fmoe_kernels *k = &job->cpu->k;
-    return job->accumulate ? NULL : job->cpu->pairs ? k->outer_bf16 : k->outer_f32;
+    return job->accumulate ? NULL : job->cpu->pairs ? k->wgrad_bf16 : k->wgrad_f32;
 }
 
 /* Rows of an expert whose products are summed in registers: as many as both of a worker's panels hold, or one. */
 static int64_t chunk_rows(const fmoe_cpu_plan *cpu)
 {
-    return cpu->pairs ? FMOE_KC_PAIRS : cpu->k.outer_f32 ? 2 * FMOE_KC : FMOE_KC;
+    return cpu->pairs ? FMOE_KC_PAIRS : cpu->k.wgrad_f32 ? 2 * FMOE_KC : FMOE_KC;
 }
 
 /* Columns of A that can be kept, packed, for so many rows. L3 is near enough for them, but AMX wants L2. */
@@ -48,14 +48,14 @@ static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
  * TLB shall hold them from panel to panel. The last experts' are small, so that no worker is left with much when the
  * others are done; but where those would be more than an eighth of all, packing costs more than that (5 % of the
  * backward on 16 threads). */
-static int64_t task_rows(const fmoe_outer_job *job, int64_t position, int64_t N)
+static int64_t task_rows(const fmoe_wgrad_job *job, int64_t position, int64_t N)
 {
     enum { LEAST = 3 * FMOE_NB, MOST = 1024 };
     const fmoe_groups *g = job->g;
     const bool at_end = position >= g->E - job->cpu->threads && g->E >= 8 * (int64_t)job->cpu->threads;
     const int64_t e = g->order[position], rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
     const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
-    const int64_t most = rows > chunk || !outer_kernel(job) ? FMOE_ROW_BLOCK : left_transposed(job->cpu) ? kept : MOST;
+    const int64_t most = rows > chunk || !wgrad_kernel(job) ? FMOE_ROW_BLOCK : left_transposed(job->cpu) ? kept : MOST;
     const int64_t share = at_end ? 0 : fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
     const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
     const int64_t tasks = fmoe_ceil_div(fmoe_max(N, 1), want); /* N is 0 in lists of groups that have no columns */
@@ -63,8 +63,8 @@ static int64_t task_rows(const fmoe_outer_job *job, int64_t position, int64_t N)
 }
 
 /* The scratch's pointers, to a column of rows [row, row+kc) of expert e. */
-static const void **point(fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row, int64_t kc,
-                          int64_t column)
+static const void **point_at_columns(fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e, int64_t row,
+                                     int64_t kc, int64_t column)
 {
     fmoe_point(a, g, e, row, kc, column * (int64_t)fmoe_dtype_size(a->dtype), s->pointers);
     return s->pointers;
@@ -74,7 +74,7 @@ static const void **point(fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups
 static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_rows *a, const fmoe_groups *g, int64_t e,
                          int64_t row, int64_t kc, int64_t column, int64_t n, void *panel)
 {
-    const void **pointers = point(s, a, g, e, row, kc, column);
+    const void **pointers = point_at_columns(s, a, g, e, row, kc, column);
     if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
     fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_nmajor_pairs
                          : a->dtype == FMOE_BF16 ? cpu->k.pack_nmajor_bf16
@@ -95,7 +95,8 @@ static void pack_left_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const f
     for (int64_t i = 0; i < m; i += FMOE_NB) {
         const int64_t n = fmoe_min(FMOE_NB, m - i);
         char *to = packed + i / FMOE_NB * left_panel_bytes(cpu, kc);
-        if (left_transposed(cpu)) cpu->k.pack_wgrad_left_pairs(to, kc, point(s, left, g, e, row, kc, column + i), n);
+        if (left_transposed(cpu))
+            cpu->k.pack_wgrad_left_pairs(to, kc, point_at_columns(s, left, g, e, row, kc, column + i), n);
         else pack_operand(cpu, s, left, g, e, row, kc, column + i, n, to);
     }
 }
@@ -110,7 +111,7 @@ static const char *left_at(const fmoe_cpu_plan *cpu, const char *packed, int64_t
 }
 
 /* Store a block [m][n] of sums, overwriting or adding, in the gradient's type. */
-static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride,
+static void store_wgrad(const fmoe_kernels *k, const float *c, char *dst, int64_t m, int64_t n, int64_t stride,
                         int dtype, bool accumulate)
 {
     if (!accumulate) {
@@ -126,7 +127,7 @@ static void store_block(const fmoe_kernels *k, const float *c, char *dst, int64_
 }
 
 /* The gradient of one expert with its neighbours along K: dW itself or its transpose. */
-static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
+static fmoe_view wgrad_view(const fmoe_wgrad_job *job, int64_t e, bool *swapped)
 {
     const fmoe_view v = fmoe_stack_at(&job->dw, e);
     *swapped = v.sk != 1 && v.K > 1; /* then N has unit stride, or size 1 */
@@ -136,29 +137,29 @@ static fmoe_view outer_view(const fmoe_outer_job *job, int64_t e, bool *swapped)
 enum { STORE_ROWS = 128 }; /* of 64 f32 sums: 32 KiB */
 
 /* What is left to do with 64 columns of dW when both operands of a chunk of rows are packed. */
-typedef struct block {
-    const fmoe_outer_job *job;
+typedef struct wgrad_block {
+    const fmoe_wgrad_job *job;
     fmoe_scratch *s;
     char *left; /* packed, as the panel in the scratch is */
     char *dst;  /* rows of it are `stride` elements apart */
     int64_t m, n, stride, kc;
     bool first, last;         /* of the chunks of rows */
     fmoe_prefetch_rows ahead; /* what is packed after it */
-} block;
+} wgrad_block;
 
-static bool streams(const block *b)
+static bool streams(const wgrad_block *b)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(b->job->dw.dtype);
-    return b->last && outer_kernel(b->job) && b->n == FMOE_NB && (uintptr_t)b->dst % 64 == 0 &&
+    return b->last && wgrad_kernel(b->job) && b->n == FMOE_NB && (uintptr_t)b->dst % 64 == 0 &&
            b->stride * element % 64 == 0;
 }
 
-static void multiply_block(const block *b)
+static void multiply_block(const wgrad_block *b)
 {
     const fmoe_cpu_plan *cpu = b->job->cpu;
     const int64_t padded = padded_rows(cpu, b->kc);
     if (streams(b)) {
-        outer_kernel(b->job)(b->m, padded, b->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
+        wgrad_kernel(b->job)(b->m, padded, b->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
                              b->job->dw.dtype, b->ahead.n ? &b->ahead : NULL);
         return;
     }
@@ -173,7 +174,7 @@ static void multiply_block(const block *b)
         for (int64_t j = 0; j < m; j++) a[j] = left_at(cpu, b->left, b->kc, i + j);
         gemm(m, padded, a, a_step, b->s->panel, b->s->c, FMOE_NB, b->first, &nothing);
         if (b->last)
-            store_block(&cpu->k, b->s->c, b->dst + i * b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype), m, b->n,
+            store_wgrad(&cpu->k, b->s->c, b->dst + i * b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype), m, b->n,
                         b->stride, b->job->dw.dtype, b->job->accumulate);
     }
 }
@@ -194,36 +195,36 @@ static fmoe_prefetch_rows next_columns(const fmoe_scratch *s, const operand *o, 
 }
 
 /* The first 64 columns of dW, with the left operand packed panel by panel as it is multiplied. */
-static void first_columns(const block *b, const operand *left, const operand *right)
+static void first_columns(const wgrad_block *b, const operand *left, const operand *right)
 {
     const fmoe_cpu_plan *cpu = b->job->cpu;
     const int64_t row_bytes = b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype);
     for (int64_t i = 0; i < b->m; i += FMOE_NB) {
-        block part = *b;
+        wgrad_block part = *b;
         part.m = fmoe_min(FMOE_NB, b->m - i);
         part.left += i / FMOE_NB * left_panel_bytes(cpu, b->kc);
         part.dst += i * row_bytes;
         pack_left_operand(cpu, b->s, left->rows, left->g, left->e, left->row, b->kc, left->column + i, part.m,
                           part.left);
         const operand *next = i + FMOE_NB < b->m ? left : right;
-        if (next == right) point(b->s, right->rows, right->g, right->e, right->row, b->kc, right->column);
+        if (next == right) point_at_columns(b->s, right->rows, right->g, right->e, right->row, b->kc, right->column);
         part.ahead = next_columns(b->s, next, b->kc);
         multiply_block(&part);
     }
 }
 
-static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
+static void wgrad_task(const fmoe_wgrad_job *job, fmoe_scratch *s, int64_t e, int64_t n0, int64_t m)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
     bool swapped;
-    const fmoe_view v = outer_view(job, e, &swapped);
+    const fmoe_view v = wgrad_view(job, e, &swapped);
     const int64_t row0 = g->off[e], rows = g->off[e + 1] - row0, chunk = chunk_rows(cpu);
     operand left = {swapped ? &job->b : &job->a, g, e, row0, n0 + (swapped ? 0 : job->a_column)};
     operand right = {swapped ? &job->a : &job->b, g, e, row0, swapped ? job->a_column : 0};
     const int64_t kept = keeps_all(cpu, rows) ? fmoe_ceil_div(m, FMOE_NB) * left_panel_bytes(cpu, chunk) : 0;
     for (int64_t k0 = 0; k0 < v.K; k0 += FMOE_NB) {
-        block b = {.job = job, .s = s, .m = m, .n = fmoe_min(FMOE_NB, v.K - k0), .stride = v.sn};
+        wgrad_block b = {.job = job, .s = s, .m = m, .n = fmoe_min(FMOE_NB, v.K - k0), .stride = v.sn};
         b.dst = v.p + (n0 * v.sn + k0) * (int64_t)fmoe_dtype_size(job->dw.dtype);
         for (int64_t r = 0; r < rows; r += chunk) {
             b.kc = fmoe_min(chunk, rows - r);
@@ -249,10 +250,10 @@ static void outer_task(const fmoe_outer_job *job, fmoe_scratch *s, int64_t e, in
 }
 
 /* An expert without rows: zeros, past the cache as other gradients, or left alone when accumulating. */
-static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t m)
+static void zero_task(const fmoe_wgrad_job *job, int64_t e, int64_t n0, int64_t m)
 {
     bool swapped;
-    const fmoe_view v = outer_view(job, e, &swapped);
+    const fmoe_view v = wgrad_view(job, e, &swapped);
     enum { BLOCK = FMOE_NB * 4 }; /* bytes of 64 zeros */
     static const float zeros[16][FMOE_NB];
     const int64_t element = (int64_t)fmoe_dtype_size(job->dw.dtype), bytes = v.K * element;
@@ -264,39 +265,39 @@ static void zero_task(const fmoe_outer_job *job, int64_t e, int64_t n0, int64_t 
     }
 }
 
-void fmoe_outer_worker(void *arg, int worker)
+void fmoe_wgrad_worker(void *arg, int worker)
 {
-    fmoe_outer_run *run = arg;
-    const fmoe_outer_job *job = run->job;
+    fmoe_wgrad_run *run = arg;
+    const fmoe_wgrad_job *job = run->job;
     const fmoe_groups *g = job->g;
     int64_t task, position = 0;
     while (fmoe_claim(&run->tasks, &task)) {
         while (task >= run->ends[position]) position++;
         bool swapped;
-        const int64_t e = g->order[position], N = outer_view(job, e, &swapped).N, rows = task_rows(job, position, N);
+        const int64_t e = g->order[position], N = wgrad_view(job, e, &swapped).N, rows = task_rows(job, position, N);
         const int64_t n0 = (task - (position ? run->ends[position - 1] : 0)) * rows, m = fmoe_min(rows, N - n0);
-        if (g->off[e] < g->off[e + 1]) outer_task(job, &job->scratch[worker], e, n0, m);
+        if (g->off[e] < g->off[e + 1]) wgrad_task(job, &job->scratch[worker], e, n0, m);
         else if (!job->accumulate) zero_task(job, e, n0, m);
     }
 }
 
-void fmoe_outer_prepare(fmoe_outer_run *run, const fmoe_outer_job *job, int i)
+void fmoe_wgrad_prepare(fmoe_wgrad_run *run, const fmoe_wgrad_job *job, int i)
 {
     const fmoe_groups *g = job->g;
-    *run = (fmoe_outer_run){.job = job, .ends = g->ends + i * g->E};
+    *run = (fmoe_wgrad_run){.job = job, .ends = g->ends + i * g->E};
     for (int64_t j = 0; j < g->E; j++) {
         bool swapped;
-        const int64_t e = g->order[j], N = outer_view(job, e, &swapped).N;
+        const int64_t e = g->order[j], N = wgrad_view(job, e, &swapped).N;
         run->tasks.n += fmoe_ceil_div(N, task_rows(job, j, N));
         run->ends[j] = run->tasks.n;
     }
 }
 
-void fmoe_multiply_outer(const fmoe_outer_job *job)
+void fmoe_wgrad(const fmoe_wgrad_job *job)
 {
-    fmoe_outer_run run;
-    fmoe_outer_prepare(&run, job, 0);
-    if (run.tasks.n) fmoe_parallel(job->p, fmoe_outer_worker, &run);
+    fmoe_wgrad_run run;
+    fmoe_wgrad_prepare(&run, job, 0);
+    if (run.tasks.n) fmoe_parallel(job->p, fmoe_wgrad_worker, &run);
 }
 
 /* ---- bias gradients ---- */
@@ -334,7 +335,7 @@ static void sums_worker(void *arg, int worker)
                                  : 1.0f;
                 k->axpy(sum, p, x, n);
             }
-            store_block(k, sum, dst + n0 * element, 1, n, 0, dtype, run->accumulate);
+            store_wgrad(k, sum, dst + n0 * element, 1, n, 0, dtype, run->accumulate);
         }
     }
 }

@@ -111,7 +111,7 @@ typedef struct fmoe_prefetch_rows {
     int64_t n, offset;
 } fmoe_prefetch_rows;
 
-typedef void fmoe_outer_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
+typedef void fmoe_wgrad_fn(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                            int64_t stride, int dtype, const fmoe_prefetch_rows *ahead);
 
 /* sums[token[r] - first][0..n-1] += p[r] * c[r][0..n-1], row after row; both matrices are 64 columns wide. */

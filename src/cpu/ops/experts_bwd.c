@@ -215,23 +215,23 @@ static void zero_dweights(const fmoe_tensor *dw)
 
 /* The weight gradients that are asked for. */
 typedef struct gradients {
-    fmoe_outer_job job[FMOE_ENDS];
-    fmoe_outer_run run[FMOE_ENDS];
+    fmoe_wgrad_job job[FMOE_WGRADS];
+    fmoe_wgrad_run run[FMOE_WGRADS];
     int n;
 } gradients;
 
 /* dW[e] = left^T . right over the rows of e, left from a column on; nothing where nobody asked for it. */
-static void outer(gradients *all, const fmoe_outer_job *like, fmoe_rows left, int64_t column, fmoe_rows right,
-                  fmoe_stack dw)
+static void add_wgrad(gradients *all, const fmoe_wgrad_job *like, fmoe_rows left, int64_t column, fmoe_rows right,
+                      fmoe_stack dw)
 {
     if (!dw.t) return;
-    fmoe_outer_job *job = &all->job[all->n];
+    fmoe_wgrad_job *job = &all->job[all->n];
     *job = *like;
     job->a = left;
     job->a_column = column;
     job->b = right;
     job->dw = dw;
-    fmoe_outer_prepare(&all->run[all->n], job, all->n);
+    fmoe_wgrad_prepare(&all->run[all->n], job, all->n);
     all->n++;
 }
 
@@ -292,7 +292,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     if (dw->lora_b1) l1 = fmoe_through(p, &b.g, b.scratch, x, w->lora_a1, false, w->lora_scale1, b.l1);
 
     /* Everything that is left depends on the above alone: one pool of tasks, the long ones first. */
-    fmoe_part parts[2 + FMOE_ENDS];
+    fmoe_part parts[2 + FMOE_WGRADS];
     int n_parts = 0;
     fmoe_out_job dx_job = {.p = p,
                            .cpu = cpu,
@@ -311,18 +311,18 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
         parts[n_parts++] = (fmoe_part){dx_run.fn, &dx_run, false};
     }
     gradients dws = {.n = 0};
-    const fmoe_outer_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
-    outer(&dws, &like, dout, 0, pa, fmoe_w2_stack(dw));
+    const fmoe_wgrad_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
+    add_wgrad(&dws, &like, dout, 0, pa, fmoe_w2_stack(dw));
     fmoe_stack w1 = fmoe_w1_stack(p, dw, 0);
     if (!w1.list) w1.row = w1.rows = 0; /* both halves at once */
-    outer(&dws, &like, dh, 0, x, w1);
-    if (w1.list && p->gated) outer(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
+    add_wgrad(&dws, &like, dh, 0, x, w1);
+    if (w1.list && p->gated) add_wgrad(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
     const int wide = dws.n; /* the rest are as narrow as an adapter */
-    outer(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
-    outer(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
-    outer(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
-    outer(&dws, &like, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
-    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_outer_worker, &dws.run[i], i >= wide};
+    add_wgrad(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
+    add_wgrad(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
+    add_wgrad(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
+    add_wgrad(&dws, &like, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
+    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_wgrad_worker, &dws.run[i], i >= wide};
     dp_ctx dp = {.p = p, .args = args, .b = &b, .tasks.n = b.g.E};
     if (args->dweights) {
         zero_dweights(args->dweights);

@@ -130,7 +130,7 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
         if (!a->list && !add) zero_tail(a->dx, b.g.R);
     }
     if (a->dw) {
-        const fmoe_outer_job job = {.p = p,
+        const fmoe_wgrad_job job = {.p = p,
                                     .cpu = cpu,
                                     .g = &b.g,
                                     .scratch = b.scratch,
@@ -138,7 +138,7 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
                                     .b = dy,
                                     .dw = stack_of(a, a->dw, false),
                                     .accumulate = accumulate};
-        fmoe_multiply_outer(&job);
+        fmoe_wgrad(&job);
     }
     if (a->dbias) fmoe_column_sums(p, &b.g, &dy, NULL, a->dbias, a->list, accumulate);
     return FMOE_OK;

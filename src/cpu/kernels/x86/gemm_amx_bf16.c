@@ -226,7 +226,7 @@ static void stream_block(int dtype, int64_t rows, const float *sums, const float
 
 /* `left` is rows of kc, a multiple of 32 (pack_wgrad_left_pairs). A block goes to memory while the next one is
  * multiplied. */
-void fmoe_outer_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
+void fmoe_wgrad_bf16_amx_bf16(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                               int64_t stride, int dtype, const fmoe_prefetch_rows *ahead)
 {
     (void)ahead;

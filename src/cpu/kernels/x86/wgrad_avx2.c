@@ -62,7 +62,7 @@ static inline void prefetch_share(lines *l)
         _mm_prefetch((const char *)l->of->rows[l->at / LINES] + l->of->offset + l->at % LINES * 64, _MM_HINT_T1);
 }
 
-void fmoe_outer_f32_avx2(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
+void fmoe_wgrad_f32_avx2(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst,
                          int64_t stride, int dtype, const fmoe_prefetch_rows *ahead)
 {
     fmoe_store_block_fn *const store = dtype == FMOE_BF16 ? fmoe_store_block_bf16_avx2 : fmoe_store_block_f16_avx2;

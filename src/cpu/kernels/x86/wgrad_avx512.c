@@ -9,7 +9,7 @@
 #include "cpu/kernels/vec.h"
 
 #if defined(__AVX512BF16__)
-#define OUTER fmoe_outer_bf16_avx512_bf16
+#define WGRAD fmoe_wgrad_bf16_avx512_bf16
 enum { UNIT = 2 }; /* k of a 32-bit unit */
 static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
 {
@@ -18,7 +18,7 @@ static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
     return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b);
 }
 #else
-#define OUTER fmoe_outer_f32_avx512
+#define WGRAD fmoe_wgrad_f32_avx512
 enum { UNIT = 1 };
 static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
 {
@@ -106,7 +106,7 @@ static inline __attribute__((always_inline)) void blocks(const int dtype, int64_
     }
 }
 
-void OUTER(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst, int64_t stride,
+void WGRAD(int64_t m, int64_t kc, const void *left, const void *panel, const float *c, void *dst, int64_t stride,
            int dtype, const fmoe_prefetch_rows *ahead)
 {
     if (dtype == FMOE_F32) blocks(FMOE_F32, m, kc, left, panel, c, dst, 4 * stride, ahead);

@@ -80,9 +80,9 @@ void check_pack_tiles(const check_kernel *k, int64_t index)
         }
 }
 
-void check_gemm_direct(const check_kernel *k, int64_t index)
+void check_gemm_inplace(const check_kernel *k, int64_t index)
 {
-    CHECK_KERNEL_FN(gemm, fmoe_gemm_direct_fn, k, &check_table);
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_inplace_fn, k, &check_table);
     static const int64_t ns[] = {32, 1, 15, 16, 17, 31, 33, 64}, row_counts[] = {1, 15, 16, 17, 32, 33, 48, 65};
     const int64_t rows = index < 8 ? row_counts[index] : 1 + check_below(70);
     const int64_t n = check_below(2) ? 32 : check_below(2) ? ns[check_below(8)] : 1 + check_below(70);
@@ -109,9 +109,9 @@ void check_gemm_direct(const check_kernel *k, int64_t index)
         }
 }
 
-void bench_gemm_direct(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+void bench_gemm_inplace(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
 {
-    CHECK_KERNEL_FN(gemm, fmoe_gemm_direct_fn, k, table);
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_inplace_fn, k, table);
     enum { ROWS = 64, K = 1024 };
     static char tiles[ROWS * K * 2] __attribute__((aligned(64)));
     static uint16_t w[32 * K];

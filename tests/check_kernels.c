@@ -10,7 +10,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"pack", check_pack, bench_pack, 30},
     {"pack_wgrad_left", check_pack_wgrad_left, NULL, 30},
     {"pack_tiles", check_pack_tiles, NULL, 30},
-    {"gemm_direct", check_gemm_direct, bench_gemm_direct, 40},
+    {"gemm_inplace", check_gemm_inplace, bench_gemm_inplace, 40},
     {"load", check_load, bench_convert, 20},
     {"store", check_store, bench_convert, 20},
     {"round", check_round, bench_round, 20},

@@ -192,7 +192,7 @@ void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
 {
     const int64_t T = job->out->shape[0], N = job->out->shape[1], blocks = fmoe_ceil_div(N, FMOE_NB);
     *run = (fmoe_out_run){.job = job, .fn = out_worker, .blocks = blocks, .width = FMOE_NB};
-    if (T == 0 || fmoe_direct_out(run, job)) return;
+    if (T == 0 || fmoe_inplace_combine_prepare(run, job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
     run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));

@@ -74,7 +74,7 @@ static void in_worker(void *arg, int worker)
 
 void fmoe_multiply_in(const fmoe_in_job *job)
 {
-    if (fmoe_direct_in(job)) return;
+    if (fmoe_inplace_gemm(job)) return;
     const fmoe_groups *g = job->g;
     fmoe_in_job gathered = *job;
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * inplace_amx.c - the products into and out of the experts where weights are multiplied as they lie (kernels.h:
- * gemm_direct).
+ * gemm_inplace).
  *
  * First the activations are packed into tiles, 16 rows of an expert at a time, once for all columns. Then tasks as in
  * grouped_gemm.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from memory, 32 of them
@@ -68,15 +68,15 @@ static const void *tiles_at(const fmoe_groups *g, int64_t e, int64_t row, int64_
     return (const char *)g->gathered + (g->block[e] + at / 16) * steps_of(K) * 1024;
 }
 
-typedef struct rows_run {
+typedef struct gather_run {
     const fmoe_groups *g;
     const fmoe_rows *a;
     size_t bytes;
-} rows_run;
+} gather_run;
 
-static void copy_rows(void *ctx, int64_t begin, int64_t end)
+static void gather_rows(void *ctx, int64_t begin, int64_t end)
 {
-    const rows_run *run = ctx;
+    const gather_run *run = ctx;
     for (int64_t r = begin; r < end; r++)
         memcpy((char *)run->g->gathered + (size_t)r * run->bytes, fmoe_row(run->a, run->g, 0, r), run->bytes);
 }
@@ -84,15 +84,15 @@ static void copy_rows(void *ctx, int64_t begin, int64_t end)
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K)
 {
     if (!g->gathered || !a->index || K > g->gathered_k) return *a;
-    rows_run run = {g, a, (size_t)K * fmoe_dtype_size(a->dtype)};
-    fmoe_for_rows(p, g->R, 16, copy_rows, &run);
+    gather_run run = {g, a, (size_t)K * fmoe_dtype_size(a->dtype)};
+    fmoe_for_rows(p, g->R, 16, gather_rows, &run);
     return fmoe_rows_buffer(g->gathered, K, a->dtype);
 }
 
 /* ---- which weights ---- */
 
 /* Every expert's matrix lies along k, and there is room for rows of that many. Low-rank terms are not for us. */
-static bool fits(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w, const fmoe_low *low)
+static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w, const fmoe_low *low)
 {
     if (!g->gathered || !cpu->pairs || low->b[0].t) return false;
     for (int64_t e = 0; e < (w->list ? g->E : 1); e++) {
@@ -105,40 +105,40 @@ static bool fits(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stac
 static const char *weights_at(const fmoe_view *v, int64_t n0) { return v->p + n0 * v->sn * 2; }
 
 /* c[rows][64]: up to 64 columns of v; `next`: the weights after them. */
-static void multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
-                     int64_t n, float *c, const char *next)
+static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
+                             int64_t n, float *c, const char *next)
 {
-    cpu->k.gemm_direct(rows, v->K, tiles, weights_at(v, n0), v->sn * 2, n, c, FMOE_NB, next);
+    cpu->k.gemm_inplace(rows, v->K, tiles, weights_at(v, n0), v->sn * 2, n, c, FMOE_NB, next);
 }
 
 /* ---- into the experts ---- */
 
-typedef struct in_run {
+typedef struct inplace_run {
     const fmoe_in_job *job;
     fmoe_tasks tasks;
     int64_t *ends;
     int64_t rows; /* of a task, at most: their tiles stay in half of a 2 MiB L2 */
-} in_run;
+} inplace_run;
 
-typedef struct in_task {
+typedef struct inplace_task {
     fmoe_view v[2];
     int64_t e, row, rows, n0, n;
-} in_task;
+} inplace_task;
 
-typedef struct in_walk {
-    in_run *run;
+typedef struct inplace_walk {
+    inplace_run *run;
     int64_t at, end, position;
-} in_walk;
+} inplace_walk;
 
-static bool in_next(in_walk *w, in_task *t)
+static bool inplace_next(inplace_walk *w, inplace_task *t)
 {
-    in_run *run = w->run;
+    inplace_run *run = w->run;
     const fmoe_in_job *job = run->job;
     const fmoe_groups *g = job->g;
     if (w->at == w->end && !fmoe_claim_some(&run->tasks, job->cpu->threads, &w->at, &w->end)) return false;
     while (w->at >= run->ends[w->position]) w->position++;
     const int64_t e = g->order[w->position], index = w->at++ - (w->position ? run->ends[w->position - 1] : 0);
-    *t = (in_task){.v = {fmoe_stack_at(&job->w[0], e), fmoe_stack_at(&job->w[job->n_w - 1], e)}, .e = e};
+    *t = (inplace_task){.v = {fmoe_stack_at(&job->w[0], e), fmoe_stack_at(&job->w[job->n_w - 1], e)}, .e = e};
     const int64_t width = FMOE_NB / job->n_w, blocks = fmoe_ceil_div(t->v[0].N, width);
     t->n0 = index % blocks * width;
     t->n = fmoe_min(width, t->v[0].N - t->n0);
@@ -147,15 +147,15 @@ static bool in_next(in_walk *w, in_task *t)
     return true;
 }
 
-static void in_worker(void *arg, int worker)
+static void inplace_worker(void *arg, int worker)
 {
-    in_walk walk = {.run = arg};
+    inplace_walk walk = {.run = arg};
     const fmoe_in_job *job = walk.run->job;
     const int64_t width = FMOE_NB / job->n_w;
     float *c = job->scratch[worker].c;
-    in_task now, next = {0};
-    for (bool more = in_next(&walk, &now); more; now = next) {
-        more = in_next(&walk, &next);
+    inplace_task now, next = {0};
+    for (bool more = inplace_next(&walk, &now); more; now = next) {
+        more = inplace_next(&walk, &next);
         int64_t lead, blocks; /* none, and all of now.rows: tasks begin and end with a block */
         const void *tiles = tiles_at(job->g, now.e, now.row, now.rows, now.v[0].K, &lead, &blocks);
         if (now.n < width) memset(c, 0, (size_t)(now.rows * FMOE_NB) * sizeof *c);
@@ -163,20 +163,22 @@ static void in_worker(void *arg, int worker)
             const bool last = i + 1 == job->n_w;
             const fmoe_view *then = last ? &next.v[0] : &now.v[1];
             const char *prefetch = last && !more ? NULL : weights_at(then, last ? next.n0 : now.n0);
-            multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
-                     prefetch && then->sn == now.v[i].sn ? prefetch : NULL);
+            inplace_multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
+                             prefetch && then->sn == now.v[i].sn ? prefetch : NULL);
         }
         job->finish(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
     }
 }
 
-bool fmoe_direct_in(const fmoe_in_job *job)
+bool fmoe_inplace_gemm(const fmoe_in_job *job)
 {
     const fmoe_groups *g = job->g;
-    if (!fits(g, job->cpu, &job->w[0], &job->low) || !fits(g, job->cpu, &job->w[job->n_w - 1], &job->low)) return false;
+    if (!can_run_inplace(g, job->cpu, &job->w[0], &job->low) ||
+        !can_run_inplace(g, job->cpu, &job->w[job->n_w - 1], &job->low))
+        return false;
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
     make_tiles(job->p, job->cpu, g, &job->a, K);
-    in_run run = {.job = job, .ends = g->ends};
+    inplace_run run = {.job = job, .ends = g->ends};
     run.rows = fmoe_min(FMOE_ROW_BLOCK, fmoe_max(1, (1 << 20) / (64 * steps_of(K)) / 32) * 32);
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
@@ -185,19 +187,20 @@ bool fmoe_direct_in(const fmoe_in_job *job)
         run.ends[i] = n;
     }
     run.tasks.n = n;
-    if (n) fmoe_parallel(job->p, in_worker, &run);
+    if (n) fmoe_parallel(job->p, inplace_worker, &run);
     return true;
 }
 
 /* ---- out of the experts ---- */
 
 /* Tokens [t0, t1) and columns [n0, n0+n) of a task. */
-typedef struct out_task {
+typedef struct inplace_columns {
     int64_t t0, t1, n0, n;
-} out_task;
+} inplace_columns;
 
 /* The rows of expert e, added to the sums of their tokens, 256 at a time; `after`: the expert that comes next, or E. */
-static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, const out_task *t, int64_t e, int64_t after)
+static void inplace_combine_expert(const fmoe_out_job *job, fmoe_scratch *s, const inplace_columns *t, int64_t e,
+                                   int64_t after)
 {
     const fmoe_groups *g = job->g;
     const fmoe_view v = fmoe_stack_at(&job->w[0], e), next = fmoe_stack_at(&job->w[0], after < g->E ? after : e);
@@ -207,12 +210,13 @@ static void out_expert(const fmoe_out_job *job, fmoe_scratch *s, const out_task 
         int64_t lead, blocks;
         rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
         const void *tiles = tiles_at(g, e, row, rows, v.K, &lead, &blocks);
-        multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c, row + rows < end ? weights_at(&v, t->n0) : prefetch);
+        inplace_multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c,
+                         row + rows < end ? weights_at(&v, t->n0) : prefetch);
         fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }
 }
 
-static void out_worker(void *arg, int worker)
+static void inplace_combine_worker(void *arg, int worker)
 {
     fmoe_out_run *run = arg;
     const fmoe_out_job *job = run->job;
@@ -222,25 +226,25 @@ static void out_worker(void *arg, int worker)
     int64_t task;
     while (fmoe_claim(&run->tasks, &task)) {
         const int64_t n0 = task % run->blocks * run->width, t0 = task / run->blocks * run->tokens;
-        const out_task t = {t0, fmoe_min(T, t0 + run->tokens), n0, fmoe_min(run->width, N - n0)};
+        const inplace_columns t = {t0, fmoe_min(T, t0 + run->tokens), n0, fmoe_min(run->width, N - n0)};
         memset(s->sums, 0, (size_t)((t.t1 - t0) * FMOE_NB) * sizeof *s->sums);
         for (int64_t e = fmoe_next_expert(g, 0, t0, t.t1), after; e < g->E; e = after) {
             after = fmoe_next_expert(g, e + 1, t0, t.t1);
-            out_expert(job, s, &t, e, after);
+            inplace_combine_expert(job, s, &t, e, after);
         }
         fmoe_out_store(job, s, t0, t.t1, n0, t.n);
     }
 }
 
-bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job)
+bool fmoe_inplace_combine_prepare(fmoe_out_run *run, const fmoe_out_job *job)
 {
     const fmoe_groups *g = job->g;
-    if (job->n_w != 1 || !fits(g, job->cpu, &job->w[0], &job->low)) return false;
+    if (job->n_w != 1 || !can_run_inplace(g, job->cpu, &job->w[0], &job->low)) return false;
     const int64_t T = job->out->shape[0], N = job->out->shape[1], threads = job->cpu->threads;
     make_tiles(job->p, job->cpu, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
     /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */
     const int64_t parts = fmoe_ceil_div(T, FMOE_TOKEN_BLOCK);
-    *run = (fmoe_out_run){.job = job, .fn = out_worker};
+    *run = (fmoe_out_run){.job = job, .fn = inplace_combine_worker};
     run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 2 * threads ? FMOE_NB : FMOE_NB / 2;
     run->blocks = fmoe_ceil_div(N, run->width);
     const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run->blocks, 1));

@@ -79,8 +79,8 @@ void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job);
 void fmoe_multiply_out(const fmoe_out_job *job);
 
 /* The same two with weights where they lie (inplace_amx.c); false: not for these weights, nothing was done. */
-bool fmoe_direct_in(const fmoe_in_job *job);
-bool fmoe_direct_out(fmoe_out_run *run, const fmoe_out_job *job);
+bool fmoe_inplace_gemm(const fmoe_in_job *job);
+bool fmoe_inplace_combine_prepare(fmoe_out_run *run, const fmoe_out_job *job);
 /* Room for gathered rows of up to K elements, where the plan gathers. */
 void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K);
 /* Room for T rows of K elements in f32, where the plan's are not as products like them. */

@@ -64,8 +64,8 @@ typedef void fmoe_pack_wgrad_left_fn(void *dst, int64_t kc, const void *const *r
  * `next`: where the weights of the next call begin, as far apart, which are brought into L2 meanwhile; NULL: unknown.
  */
 typedef void fmoe_pack_tiles_fn(void *tiles, int64_t K, const void *const *rows, int64_t n);
-typedef void fmoe_gemm_direct_fn(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride, int64_t n,
-                                 float *c, int64_t ldc, const void *next);
+typedef void fmoe_gemm_inplace_fn(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride,
+                                  int64_t n, float *c, int64_t ldc, const void *next);
 
 typedef void fmoe_load_fn(float *dst, const void *src, int64_t n);  /* bf16 or f16 -> f32 */
 typedef void fmoe_store_fn(void *dst, const float *src, int64_t n); /* f32 -> bf16 or f16, nearest even */

@@ -72,8 +72,8 @@ void fmoe_pack_wgrad_left_pairs_amx_bf16(void *dst, int64_t kc, const void *cons
 /* ---- the product ---- */
 
 /* x0, x1: two tiles of x, of 16 rows and of n1. */
-static inline void step_32x32(const char *w0, const char *w1, int64_t stride, const char *x0, const char *x1,
-                              int64_t n1)
+static inline void inplace_step_32x32(const char *w0, const char *w1, int64_t stride, const char *x0, const char *x1,
+                                      int64_t n1)
 {
     tile_load(4, w0, stride);
     tile_load(6, x0, 64);
@@ -85,7 +85,7 @@ static inline void step_32x32(const char *w0, const char *w1, int64_t stride, co
     tile_dot(3, 5, 7);
 }
 
-static inline void step_32x16(const char *w0, const char *w1, int64_t stride, const char *x, int64_t n)
+static inline void inplace_step_32x16(const char *w0, const char *w1, int64_t stride, const char *x, int64_t n)
 {
     tile_load(6, x, 4 * n);
     tile_load(4, w0, stride);
@@ -142,7 +142,7 @@ static inline void prefetch_lines(const char *at, int64_t stride, int64_t n)
 
 /* Sums transposed, [32 weights][32 rows], of up to 32 rows of x; one row alone: its 16 sums side by side. Of the next
  * weights, n rows are fetched. */
-static void block(const weights *w, const char *x, int64_t rows, float *sums, const char *next, int64_t n)
+static void inplace_block(const weights *w, const char *x, int64_t rows, float *sums, const char *next, int64_t n)
 {
     const bool odd = w->full_steps < w->steps;
     tile_zero(0);
@@ -153,21 +153,21 @@ static void block(const weights *w, const char *x, int64_t rows, float *sums, co
         tile_zero(1);
         tile_zero(3);
         for (int64_t s = 0; s < w->full_steps; s++) {
-            step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * step1, n1);
+            inplace_step_32x32(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * TILE_BYTES, x1 + s * step1, n1);
             prefetch_lines(next + 64 * s, w->stride, n);
         }
         if (odd)
-            step_32x32(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES,
-                       x1 + w->full_steps * step1, n1);
+            inplace_step_32x32(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * TILE_BYTES,
+                               x1 + w->full_steps * step1, n1);
         tile_store(1, sums + 16, 128);
         tile_store(3, sums + 16 * 32 + 16, 128);
     } else {
         const int64_t step = 4 * TILE_ROWS * rows;
         for (int64_t s = 0; s < w->full_steps; s++) {
-            step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * step, rows);
+            inplace_step_32x16(w->at[0] + 64 * s, w->at[1] + 64 * s, w->stride, x + s * step, rows);
             prefetch_lines(next + 64 * s, w->stride, n);
         }
-        if (odd) step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * step, rows);
+        if (odd) inplace_step_32x16(w->last[0].bytes, w->last[1].bytes, 64, x + w->full_steps * step, rows);
     }
     tile_store(0, sums, rows == 1 ? 4 : 128);
     tile_store(2, sums + 16 * 32, rows == 1 ? 4 : 128);
@@ -189,8 +189,8 @@ static void store_transposed(const float *sums, int64_t rows, int64_t n, float *
     }
 }
 
-void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride, int64_t n,
-                               float *c, int64_t ldc, const void *next)
+void fmoe_gemm_inplace_amx_bf16(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride, int64_t n,
+                                float *c, int64_t ldc, const void *next)
 {
     _Alignas(64) float sums[32 * 32] = {0};
     weights a;
@@ -204,7 +204,7 @@ void fmoe_gemm_direct_amx_bf16(int64_t rows, int64_t K, const void *tiles, const
         for (int64_t i = 0; i < rows; i += 32, x += 2 * a.steps * TILE_BYTES) {
             const int64_t m = fmoe_min(32, rows - i), share = fmoe_ceil_div(left, fmoe_ceil_div(rows - i, 32));
             configure(&now, &a, m);
-            block(&a, x, m, sums, prefetch, share);
+            inplace_block(&a, x, m, sums, prefetch, share);
             prefetch += share * w_stride;
             left -= share;
             float *const to = c + i * ldc;

@@ -23,20 +23,20 @@ int64_t fmoe_next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1
     return e;
 }
 
-typedef struct out_walk {
-    fmoe_out_run *run;
+typedef struct combine_walk {
+    fmoe_combine_run *run;
     fmoe_step at;       /* the last one handed out */
     int half;           /* stack it is of */
     int64_t n0, n1;     /* columns of its task */
     int64_t begin, end; /* rows of its expert */
     int64_t e;          /* the expert after it */
     int64_t block;      /* rows of its expert's steps */
-} out_walk;
+} combine_walk;
 
 /* Claim the next task that has rows, and stand before its first expert. Tasks without any are zeros. */
-static bool out_claim(out_walk *w)
+static bool combine_claim(combine_walk *w)
 {
-    const fmoe_out_job *job = w->run->job;
+    const fmoe_combine_job *job = w->run->job;
     const int64_t T = job->out->shape[0], N = job->out->shape[1];
     int64_t task;
     if (!fmoe_claim(&w->run->tasks, &task)) return false;
@@ -50,12 +50,12 @@ static bool out_claim(out_walk *w)
 }
 
 /* The next expert of the task, or of the next task. */
-static bool out_expert(out_walk *w)
+static bool combine_expert(combine_walk *w)
 {
     const fmoe_groups *g = w->run->job->g;
     fmoe_step *at = &w->at;
     const bool same = at->rows && w->e < g->E;
-    if (!same && !out_claim(w)) return false;
+    if (!same && !combine_claim(w)) return false;
     at->opens = !same;
     at->e = w->e;
     w->begin = w->end = 0;
@@ -70,10 +70,10 @@ static bool out_expert(out_walk *w)
     return true;
 }
 
-static bool out_next(void *state, fmoe_step *s)
+static bool combine_next(void *state, fmoe_step *s)
 {
-    out_walk *w = state;
-    const fmoe_out_job *job = w->run->job;
+    combine_walk *w = state;
+    const fmoe_combine_job *job = w->run->job;
     const fmoe_groups *g = job->g;
     const bool has_low = job->low.b[0].t;
     fmoe_step *at = &w->at;
@@ -95,7 +95,7 @@ static bool out_next(void *state, fmoe_step *s)
         } else if (at->rows && at->n0 + at->n < w->n1) { /* the next panels of the task */
             at->n0 += at->n;
             at->row = w->begin;
-        } else if (!out_expert(w)) {
+        } else if (!combine_expert(w)) {
             return false;
         }
         at->rows = fmoe_min(w->block, w->end - at->row);
@@ -116,8 +116,8 @@ static bool out_next(void *state, fmoe_step *s)
     return true;
 }
 
-void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
-                   int64_t n0, int64_t n, int64_t t0)
+void fmoe_combine_rows(const fmoe_combine_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row,
+                       int64_t rows, int64_t n0, int64_t n, int64_t t0)
 {
     const fmoe_cpu_plan *cpu = job->cpu;
     const fmoe_groups *g = job->g;
@@ -142,7 +142,8 @@ void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int
     cpu->k.add_rows(s->sums, g->token + row, t0, p, c, rows, n);
 }
 
-void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n)
+void fmoe_combine_store(const fmoe_combine_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0,
+                        int64_t n)
 {
     const fmoe_kernels *k = &job->cpu->k;
     const int dtype = fmoe_tensor_dtype(job->out);
@@ -156,12 +157,12 @@ void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, 
     fmoe_store_block(k, dtype)(dst, stride, s->sums, t1 - t0, n, false);
 }
 
-static void out_worker(void *arg, int worker)
+static void combine_worker(void *arg, int worker)
 {
-    out_walk walk = {.run = arg};
-    const fmoe_out_job *job = walk.run->job;
+    combine_walk walk = {.run = arg};
+    const fmoe_combine_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, out_next, &walk);
+    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, combine_next, &walk);
     for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));) {
         /* The sums of one panel after another, [tokens][64] each. */
         const int64_t tokens = s->t1 - s->t0;
@@ -170,28 +171,28 @@ static void out_worker(void *arg, int worker)
             memset(panel.sums, 0, (size_t)(fmoe_ceil_div(s->columns, FMOE_NB) * tokens * FMOE_NB) * sizeof *panel.sums);
         for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB) {
             panel.sums = scratch->sums + (s->n0 - s->first_column + j) * tokens;
-            fmoe_out_rows(job, &panel, panel.c + j * s->rows, s->e, s->row, s->rows, s->n0 + j,
-                          fmoe_min(FMOE_NB, s->n - j), s->t0);
+            fmoe_combine_rows(job, &panel, panel.c + j * s->rows, s->e, s->row, s->rows, s->n0 + j,
+                              fmoe_min(FMOE_NB, s->n - j), s->t0);
         }
         for (int64_t j = 0; s->closes && j < s->columns; j += FMOE_NB) {
             panel.sums = scratch->sums + j * tokens;
-            fmoe_out_store(job, &panel, s->t0, s->t1, s->first_column + j, fmoe_min(FMOE_NB, s->columns - j));
+            fmoe_combine_store(job, &panel, s->t0, s->t1, s->first_column + j, fmoe_min(FMOE_NB, s->columns - j));
         }
     }
 }
 
 /* Columns of a task where they are neighbours in memory: all that are a thread's, so that a page that holds them is
  * looked up once for all of them (7 % of dx at 64 rows); half of that for many threads, of which one may come late. */
-int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N)
+int64_t fmoe_combine_columns(const fmoe_cpu_plan *cpu, int64_t N)
 {
     const int64_t tasks = cpu->threads <= 4 ? cpu->threads : 2 * cpu->threads;
     return cpu->gather ? FMOE_NB : FMOE_NB * fmoe_max(1, N / (FMOE_NB * tasks));
 }
 
-void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
+void fmoe_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job)
 {
     const int64_t T = job->out->shape[0], N = job->out->shape[1], blocks = fmoe_ceil_div(N, FMOE_NB);
-    *run = (fmoe_out_run){.job = job, .fn = out_worker, .blocks = blocks, .width = FMOE_NB};
+    *run = (fmoe_combine_run){.job = job, .fn = combine_worker, .blocks = blocks, .width = FMOE_NB};
     if (T == 0 || fmoe_inplace_combine_prepare(run, job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
@@ -199,15 +200,15 @@ void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job)
     run->panels = fmoe_panels_of(job->cpu, job->w, job->n_w, job->g->E, FMOE_PANELS, 1);
     if (run->panels > 1) {
         const int64_t room = job->scratch[0].room / fmoe_min(T, run->tokens);
-        run->width = fmoe_max(FMOE_NB, fmoe_min(room, fmoe_out_columns(job->cpu, N)) / FMOE_NB * FMOE_NB);
+        run->width = fmoe_max(FMOE_NB, fmoe_min(room, fmoe_combine_columns(job->cpu, N)) / FMOE_NB * FMOE_NB);
         run->blocks = fmoe_ceil_div(N, run->width);
     }
     run->tasks.n = run->blocks * fmoe_ceil_div(T, run->tokens);
 }
 
-void fmoe_multiply_out(const fmoe_out_job *job)
+void fmoe_grouped_gemm_combine(const fmoe_combine_job *job)
 {
-    fmoe_out_run run;
-    fmoe_out_prepare(&run, job);
+    fmoe_combine_run run;
+    fmoe_combine_prepare(&run, job);
     if (run.tasks.n) fmoe_parallel(job->p, run.fn, &run);
 }

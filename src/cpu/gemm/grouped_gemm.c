@@ -7,28 +7,28 @@
  * read once, and passes all rows of the expert by it while the chunk is in L2. */
 #include "cpu/gemm/pipeline.h"
 
-typedef struct in_run {
-    const fmoe_in_job *job;
+typedef struct gemm_run {
+    const fmoe_gemm_job *job;
     fmoe_tasks tasks;
     int64_t *ends; /* running number of tasks, by position in the order of groups */
     int64_t width; /* columns of a task */
-} in_run;
+} gemm_run;
 
-static int64_t in_columns(const fmoe_in_job *job, int64_t e) { return fmoe_stack_at(&job->w[0], e).N; }
+static int64_t gemm_columns(const fmoe_gemm_job *job, int64_t e) { return fmoe_stack_at(&job->w[0], e).N; }
 
-typedef struct in_walk {
-    in_run *run;
+typedef struct gemm_walk {
+    gemm_run *run;
     fmoe_step at; /* the last one handed out */
     int64_t position;
     int64_t task, end; /* claimed, and not yet handed out */
-} in_walk;
+} gemm_walk;
 
 /* The position moves along the order of groups with the claims, which only grow. */
-static bool in_next(void *state, fmoe_step *next)
+static bool gemm_next(void *state, fmoe_step *next)
 {
-    in_walk *w = state;
+    gemm_walk *w = state;
     fmoe_step *const s = &w->at;
-    const fmoe_in_job *job = w->run->job;
+    const fmoe_gemm_job *job = w->run->job;
     const fmoe_groups *g = job->g;
     const bool has_low = job->low.b[0].t;
     s->k0 += s->kc;
@@ -43,7 +43,7 @@ static bool in_next(void *state, fmoe_step *next)
         while (task >= w->run->ends[w->position]) w->position++;
         *s = (fmoe_step){.e = g->order[w->position], .n_v = job->n_w, .dtype = job->w[0].dtype, .a = &job->a};
         const int64_t index = task - (w->position ? w->run->ends[w->position - 1] : 0), width = w->run->width;
-        const int64_t blocks = fmoe_ceil_div(in_columns(job, s->e), width);
+        const int64_t blocks = fmoe_ceil_div(gemm_columns(job, s->e), width);
         const int64_t rows = g->off[s->e + 1] - g->off[s->e], at = index / blocks * fmoe_rows_of_task(rows);
         s->row = g->off[s->e] + at;
         s->rows = fmoe_min(fmoe_rows_of_task(rows), rows - at);
@@ -59,37 +59,37 @@ static bool in_next(void *state, fmoe_step *next)
     return true;
 }
 
-static void in_worker(void *arg, int worker)
+static void gemm_worker(void *arg, int worker)
 {
-    in_walk walk = {.run = arg};
-    const fmoe_in_job *job = walk.run->job;
+    gemm_walk walk = {.run = arg};
+    const fmoe_gemm_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, in_next, &walk);
-    l.touched = job->touched;
+    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, gemm_next, &walk);
+    l.epilogue_operands = job->epilogue_operands;
     for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));)
         for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB)
-            job->finish(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),
-                        scratch->c + j * s->rows);
+            job->epilogue(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),
+                          scratch->c + j * s->rows);
 }
 
-void fmoe_multiply_in(const fmoe_in_job *job)
+void fmoe_grouped_gemm(const fmoe_gemm_job *job)
 {
     if (fmoe_inplace_gemm(job)) return;
     const fmoe_groups *g = job->g;
-    fmoe_in_job gathered = *job;
+    fmoe_gemm_job gathered = *job;
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
     gathered.a = fmoe_gather(job->p, g, &job->a, K);
     gathered.a = fmoe_wide_rows(job->p, g, &gathered.a, K);
-    in_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
+    gemm_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
     if (job->n_w == 1)
-        run.width *= fmoe_panels_of(job->cpu, job->w, 1, g->E, g->E * fmoe_ceil_div(in_columns(job, 0), FMOE_NB),
+        run.width *= fmoe_panels_of(job->cpu, job->w, 1, g->E, g->E * fmoe_ceil_div(gemm_columns(job, 0), FMOE_NB),
                                     4 * job->cpu->threads);
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
-        if (rows) n += fmoe_ceil_div(in_columns(job, e), run.width) * fmoe_ceil_div(rows, fmoe_rows_of_task(rows));
+        if (rows) n += fmoe_ceil_div(gemm_columns(job, e), run.width) * fmoe_ceil_div(rows, fmoe_rows_of_task(rows));
         run.ends[i] = n;
     }
     run.tasks.n = n;
-    if (n) fmoe_parallel(job->p, in_worker, &run);
+    if (n) fmoe_parallel(job->p, gemm_worker, &run);
 }

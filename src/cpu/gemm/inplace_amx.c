@@ -114,7 +114,7 @@ static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const
 /* ---- into the experts ---- */
 
 typedef struct inplace_run {
-    const fmoe_in_job *job;
+    const fmoe_gemm_job *job;
     fmoe_tasks tasks;
     int64_t *ends;
     int64_t rows; /* of a task, at most: their tiles stay in half of a 2 MiB L2 */
@@ -133,7 +133,7 @@ typedef struct inplace_walk {
 static bool inplace_next(inplace_walk *w, inplace_task *t)
 {
     inplace_run *run = w->run;
-    const fmoe_in_job *job = run->job;
+    const fmoe_gemm_job *job = run->job;
     const fmoe_groups *g = job->g;
     if (w->at == w->end && !fmoe_claim_some(&run->tasks, job->cpu->threads, &w->at, &w->end)) return false;
     while (w->at >= run->ends[w->position]) w->position++;
@@ -150,7 +150,7 @@ static bool inplace_next(inplace_walk *w, inplace_task *t)
 static void inplace_worker(void *arg, int worker)
 {
     inplace_walk walk = {.run = arg};
-    const fmoe_in_job *job = walk.run->job;
+    const fmoe_gemm_job *job = walk.run->job;
     const int64_t width = FMOE_NB / job->n_w;
     float *c = job->scratch[worker].c;
     inplace_task now, next = {0};
@@ -166,11 +166,11 @@ static void inplace_worker(void *arg, int worker)
             inplace_multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
                              prefetch && then->sn == now.v[i].sn ? prefetch : NULL);
         }
-        job->finish(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
+        job->epilogue(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
     }
 }
 
-bool fmoe_inplace_gemm(const fmoe_in_job *job)
+bool fmoe_inplace_gemm(const fmoe_gemm_job *job)
 {
     const fmoe_groups *g = job->g;
     if (!can_run_inplace(g, job->cpu, &job->w[0], &job->low) ||
@@ -199,7 +199,7 @@ typedef struct inplace_columns {
 } inplace_columns;
 
 /* The rows of expert e, added to the sums of their tokens, 256 at a time; `after`: the expert that comes next, or E. */
-static void inplace_combine_expert(const fmoe_out_job *job, fmoe_scratch *s, const inplace_columns *t, int64_t e,
+static void inplace_combine_expert(const fmoe_combine_job *job, fmoe_scratch *s, const inplace_columns *t, int64_t e,
                                    int64_t after)
 {
     const fmoe_groups *g = job->g;
@@ -212,14 +212,14 @@ static void inplace_combine_expert(const fmoe_out_job *job, fmoe_scratch *s, con
         const void *tiles = tiles_at(g, e, row, rows, v.K, &lead, &blocks);
         inplace_multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c,
                          row + rows < end ? weights_at(&v, t->n0) : prefetch);
-        fmoe_out_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
+        fmoe_combine_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }
 }
 
 static void inplace_combine_worker(void *arg, int worker)
 {
-    fmoe_out_run *run = arg;
-    const fmoe_out_job *job = run->job;
+    fmoe_combine_run *run = arg;
+    const fmoe_combine_job *job = run->job;
     const fmoe_groups *g = job->g;
     fmoe_scratch *s = &job->scratch[worker];
     const int64_t T = job->out->shape[0], N = job->out->shape[1];
@@ -232,11 +232,11 @@ static void inplace_combine_worker(void *arg, int worker)
             after = fmoe_next_expert(g, e + 1, t0, t.t1);
             inplace_combine_expert(job, s, &t, e, after);
         }
-        fmoe_out_store(job, s, t0, t.t1, n0, t.n);
+        fmoe_combine_store(job, s, t0, t.t1, n0, t.n);
     }
 }
 
-bool fmoe_inplace_combine_prepare(fmoe_out_run *run, const fmoe_out_job *job)
+bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job)
 {
     const fmoe_groups *g = job->g;
     if (job->n_w != 1 || !can_run_inplace(g, job->cpu, &job->w[0], &job->low)) return false;
@@ -244,7 +244,7 @@ bool fmoe_inplace_combine_prepare(fmoe_out_run *run, const fmoe_out_job *job)
     make_tiles(job->p, job->cpu, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
     /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */
     const int64_t parts = fmoe_ceil_div(T, FMOE_TOKEN_BLOCK);
-    *run = (fmoe_out_run){.job = job, .fn = inplace_combine_worker};
+    *run = (fmoe_combine_run){.job = job, .fn = inplace_combine_worker};
     run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 2 * threads ? FMOE_NB : FMOE_NB / 2;
     run->blocks = fmoe_ceil_div(N, run->width);
     const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run->blocks, 1));

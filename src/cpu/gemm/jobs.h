@@ -15,16 +15,16 @@ typedef struct fmoe_low {
 } fmoe_low;
 
 /* A matrix that an epilogue reads or writes where its product has rows and columns; in bytes. */
-typedef struct fmoe_touched {
+typedef struct fmoe_epilogue_operand {
     const char *base; /* NULL: none */
     int64_t stride, element;
-} fmoe_touched;
+} fmoe_epilogue_operand;
 
-enum { FMOE_TOUCHED = 5 };
+enum { FMOE_EPILOGUE_OPERANDS = 5 };
 
 /* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns
  * of the first and the same 32 of the second (gate and up). */
-typedef struct fmoe_in_job {
+typedef struct fmoe_gemm_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
     const fmoe_groups *g;
@@ -33,12 +33,13 @@ typedef struct fmoe_in_job {
     fmoe_stack w[2];
     int n_w;
     fmoe_low low; /* b[0].t NULL: none */
-    void (*finish)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
+    void (*epilogue)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
-    fmoe_touched touched[FMOE_TOUCHED]; /* by `finish`, fetched before it where there is time */
-} fmoe_in_job;
+    fmoe_epilogue_operand
+        epilogue_operands[FMOE_EPILOGUE_OPERANDS]; /* by `finish`, fetched before it where there is time */
+} fmoe_gemm_job;
 
-void fmoe_multiply_in(const fmoe_in_job *job);
+void fmoe_grouped_gemm(const fmoe_gemm_job *job);
 
 /* A block of 64 columns, packed as these products read it (prepacked.c): its bytes over all of K, and itself; columns
  * [n0, ...) of one matrix, or 32 of each of two. `pointers`: room for FMOE_KC_PAIRS. */
@@ -49,7 +50,7 @@ void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, in
 /* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task
  * owns 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the
  * second. */
-typedef struct fmoe_out_job {
+typedef struct fmoe_combine_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
     const fmoe_groups *g;
@@ -63,24 +64,24 @@ typedef struct fmoe_out_job {
     const fmoe_tensor *out;     /* [T,N] */
     bool add;                   /* add to out instead of overwriting it */
     int steps;                  /* y, and p * y where p is of that type, are rounded to this dtype; 0: they are not */
-} fmoe_out_job;
+} fmoe_combine_job;
 
 /* Made ready, and done as part of a pool: `fn` with the run. T may be 0. */
-typedef struct fmoe_out_run {
-    const fmoe_out_job *job;
+typedef struct fmoe_combine_run {
+    const fmoe_combine_job *job;
     void (*fn)(void *run, int worker);
     fmoe_tasks tasks;
     int64_t blocks, width, tokens; /* column blocks, their columns; tokens of a task */
     int64_t panels;                /* of 64 columns, at a time */
-} fmoe_out_run;
+} fmoe_combine_run;
 
-int64_t fmoe_out_columns(const fmoe_cpu_plan *cpu, int64_t N); /* of a task, given room for its sums */
-void fmoe_out_prepare(fmoe_out_run *run, const fmoe_out_job *job);
-void fmoe_multiply_out(const fmoe_out_job *job);
+int64_t fmoe_combine_columns(const fmoe_cpu_plan *cpu, int64_t N); /* of a task, given room for its sums */
+void fmoe_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job);
+void fmoe_grouped_gemm_combine(const fmoe_combine_job *job);
 
 /* The same two with weights where they lie (inplace_amx.c); false: not for these weights, nothing was done. */
-bool fmoe_inplace_gemm(const fmoe_in_job *job);
-bool fmoe_inplace_combine_prepare(fmoe_out_run *run, const fmoe_out_job *job);
+bool fmoe_inplace_gemm(const fmoe_gemm_job *job);
+bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job);
 /* Room for gathered rows of up to K elements, where the plan gathers. */
 void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K);
 /* Room for T rows of K elements in f32, where the plan's are not as products like them. */
@@ -96,9 +97,10 @@ fmoe_rows fmoe_wide_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fm
  * those of tokens [t0, t1), written. */
 int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t);
 int64_t fmoe_next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1);
-void fmoe_out_rows(const fmoe_out_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row, int64_t rows,
-                   int64_t n0, int64_t n, int64_t t0);
-void fmoe_out_store(const fmoe_out_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0, int64_t n);
+void fmoe_combine_rows(const fmoe_combine_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row,
+                       int64_t rows, int64_t n0, int64_t n, int64_t t0);
+void fmoe_combine_store(const fmoe_combine_job *job, const fmoe_scratch *s, int64_t t0, int64_t t1, int64_t n0,
+                        int64_t n);
 
 /* dW[e][n,k] = sum over the rows of e of A[r,n] B[r,k]: weight gradients. A starts at column a_column of its rows. */
 typedef struct fmoe_wgrad_job {

@@ -116,13 +116,14 @@ static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap 
 /* Let panel j of one of the last two chunks, or of the only one, fetch a matrix that the epilogue touches. Each of its
  * rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no
  * time for more than the weights. */
-static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_touched *touched, int64_t j, fmoe_overlap *overlap)
+static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_operand *epilogue_operands, int64_t j,
+                                      fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
     fmoe_walk *w = &overlap->epilogue;
     const int64_t left = s->v[0].K - s->k0 - s->kc, i = left || s->k0 == 0 ? j : fmoe_panels_in(s) + j;
-    if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_TOUCHED || !touched[i].base) return;
-    const fmoe_touched *t = &touched[i];
+    if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_EPILOGUE_OPERANDS || !epilogue_operands[i].base) return;
+    const fmoe_epilogue_operand *t = &epilogue_operands[i];
     w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;
     w->step = t->stride;
     w->advance = LINE;
@@ -195,7 +196,7 @@ static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fm
         fmoe_overlap overlap = {.batched = l->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
         else if (then && then->rows && nmajor_kernel(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
-        if (l->touched) overlap_prefetch_epilogue(s, l->touched, j, &overlap);
+        if (l->epilogue_operands) overlap_prefetch_epilogue(s, l->epilogue_operands, j, &overlap);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
              l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);

@@ -48,8 +48,8 @@ typedef struct fmoe_pipeline {
     fmoe_scratch *scratch;
     bool (*next)(void *state, fmoe_step *s); /* false: no more */
     void *state;
-    const fmoe_touched *touched; /* by the epilogue; NULL: nothing */
-    fmoe_step steps[3];          /* multiplied, packed, fetched: in turn, from `first` on */
+    const fmoe_epilogue_operand *epilogue_operands; /* by the epilogue; NULL: nothing */
+    fmoe_step steps[3];                             /* multiplied, packed, fetched: in turn, from `first` on */
     int first;
     int n; /* how many of them there are; the first time, -1 */
     char *panel[2];

@@ -50,7 +50,8 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
     fmoe_wide_carve(&b->g, c, p, T, p->d.H);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
-    fmoe_scratch_carve(b->scratch, c, p, fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_out_columns(cpu, p->d.H));
+    fmoe_scratch_carve(b->scratch, c, p,
+                       fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_combine_columns(cpu, p->d.H));
     b->dh = dh_over_h(p) ? NULL : fmoe_carve_take(c, R * p->h_cols, work);
     b->pa = fmoe_carve_take(c, R * p->d.I, work);
     b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));
@@ -139,7 +140,7 @@ static void dh_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n, const floa
     if (x->dh) fmoe_store_row(&cpu->k, cpu->work_type, x->dh + (r * p->h_cols + 2 * n0) * we, both, 2 * n);
 }
 
-static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+static void dh_epilogue(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     (void)e;
     const dh_ctx *x = arg;
@@ -149,15 +150,16 @@ static void dh_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n
 }
 
 /* What the epilogue reads and writes, half by half. */
-static void dh_touches(const dh_ctx *x, fmoe_touched *t)
+static void dh_operands(const dh_ctx *x, fmoe_epilogue_operand *t)
 {
     const fmoe_plan_impl *p = x->p;
     const int64_t he = (int64_t)fmoe_dtype_size(p->d.dtype), we = (int64_t)fmoe_dtype_size(fmoe_cpu(p)->work_type);
     for (int64_t half = 0; half < p->h_cols; half += p->d.I) {
-        *t++ = (fmoe_touched){x->h + half * he, p->h_cols * he, he};
-        if (x->dh && x->dh != x->h && !x->interleaved) *t++ = (fmoe_touched){x->dh + half * we, p->h_cols * we, we};
+        *t++ = (fmoe_epilogue_operand){x->h + half * he, p->h_cols * he, he};
+        if (x->dh && x->dh != x->h && !x->interleaved)
+            *t++ = (fmoe_epilogue_operand){x->dh + half * we, p->h_cols * we, we};
     }
-    if (x->pa) *t = (fmoe_touched){x->pa, p->d.I * we, we};
+    if (x->pa) *t = (fmoe_epilogue_operand){x->pa, p->d.I * we, we};
 }
 
 /* ---- dp ---- */
@@ -267,22 +269,22 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                       .pa = need_dw2 ? b.pa : NULL,
                       .dp_parts = b.dp_parts,
                       .interleaved = p->gated && fmoe_w1_whole(p, w)};
-        fmoe_in_job job = {.p = p,
-                           .cpu = cpu,
-                           .g = &b.g,
-                           .scratch = b.scratch,
-                           .a = fmoe_rows_of(args->dout, b.g.token),
-                           .w = {fmoe_w2_stack(w)},
-                           .n_w = 1,
-                           .finish = dh_finish,
-                           .ctx = &ctx};
+        fmoe_gemm_job job = {.p = p,
+                             .cpu = cpu,
+                             .g = &b.g,
+                             .scratch = b.scratch,
+                             .a = fmoe_rows_of(args->dout, b.g.token),
+                             .w = {fmoe_w2_stack(w)},
+                             .n_w = 1,
+                             .epilogue = dh_epilogue,
+                             .ctx = &ctx};
         job.w[0].swap = true; /* contract over H */
-        dh_touches(&ctx, job.touched);
+        dh_operands(&ctx, job.epilogue_operands);
         if (p->d.rank2) {
             m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, w->lora_scale2, b.m2);
             job.low.b[0] = fmoe_factor(w->lora_a2, true);
         }
-        fmoe_multiply_in(&job);
+        fmoe_grouped_gemm(&job);
     }
     if (p->d.rank1 && (args->dx || dw->lora_a1))
         m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, w->lora_scale1, b.m1);
@@ -294,20 +296,20 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     /* Everything that is left depends on the above alone: one pool of tasks, the long ones first. */
     fmoe_part parts[2 + FMOE_WGRADS];
     int n_parts = 0;
-    fmoe_out_job dx_job = {.p = p,
-                           .cpu = cpu,
-                           .g = &b.g,
-                           .scratch = b.scratch,
-                           .a = dh,
-                           .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
-                           .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
-                           .low = {m1, {fmoe_factor(w->lora_a1, true)}},
-                           .out = args->dx,
-                           .add = (run->flags & FMOE_ADD_DX) != 0};
-    fmoe_out_run dx_run;
+    fmoe_combine_job dx_job = {.p = p,
+                               .cpu = cpu,
+                               .g = &b.g,
+                               .scratch = b.scratch,
+                               .a = dh,
+                               .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
+                               .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
+                               .low = {m1, {fmoe_factor(w->lora_a1, true)}},
+                               .out = args->dx,
+                               .add = (run->flags & FMOE_ADD_DX) != 0};
+    fmoe_combine_run dx_run;
     dx_job.w[0].swap = dx_job.w[1].swap = true;
     if (args->dx) {
-        fmoe_out_prepare(&dx_run, &dx_job);
+        fmoe_combine_prepare(&dx_run, &dx_job);
         parts[n_parts++] = (fmoe_part){dx_run.fn, &dx_run, false};
     }
     gradients dws = {.n = 0};

@@ -58,7 +58,7 @@ static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float 
     if (!u->whole) fmoe_load_row(k, dtype, bias + FMOE_NB / 2, row + (u->p->d.I + n0) * element, n);
 }
 
-static void up_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+static void up_epilogue(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     const up_ctx *u = ctx;
     const fmoe_cpu_plan *cpu = fmoe_cpu(u->p);
@@ -98,15 +98,15 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     if (args->w.packed) w1[0] = w1[1] = fmoe_packed_w1(p, args->w.packed, &whole);
     up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = fmoe_act_of(p), .h = h, .a = a, .whole = whole};
     ctx.past = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= PAST_CACHE;
-    fmoe_in_job job = {.p = p,
-                       .cpu = fmoe_cpu(p),
-                       .g = g,
-                       .scratch = scratch,
-                       .a = x,
-                       .w = {w1[0], w1[1]},
-                       .n_w = whole ? 1 : 2,
-                       .finish = up_finish,
-                       .ctx = &ctx};
+    fmoe_gemm_job job = {.p = p,
+                         .cpu = fmoe_cpu(p),
+                         .g = g,
+                         .scratch = scratch,
+                         .a = x,
+                         .w = {w1[0], w1[1]},
+                         .n_w = whole ? 1 : 2,
+                         .epilogue = up_epilogue,
+                         .ctx = &ctx};
     if (p->d.rank1) {
         job.low.l = fmoe_through(p, g, scratch, x, args->w.lora_a1, false, args->w.lora_scale1, l1);
         for (int half = 0; half < job.n_w; half++) {
@@ -115,7 +115,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
             job.low.b[half].rows = whole ? 0 : p->d.I;
         }
     }
-    fmoe_multiply_in(&job);
+    fmoe_grouped_gemm(&job);
 }
 
 /* ---- the pass ---- */
@@ -157,23 +157,23 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
     args->w = fmoe_narrow_factors(p, &b.g, &b.factors, &given->w);
     fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
-    fmoe_out_job down = {.p = p,
-                         .cpu = fmoe_cpu(p),
-                         .g = &b.g,
-                         .scratch = b.scratch,
-                         .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
-                         .w = {args->w.packed ? fmoe_packed_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
-                         .n_w = 1,
-                         .weights = args->weights,
-                         .bias = args->w.b2,
-                         .out = args->out,
-                         .add = (run->flags & FMOE_ADD_OUT) != 0,
-                         .steps = fmoe_steps(p)};
+    fmoe_combine_job down = {.p = p,
+                             .cpu = fmoe_cpu(p),
+                             .g = &b.g,
+                             .scratch = b.scratch,
+                             .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
+                             .w = {args->w.packed ? fmoe_packed_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
+                             .n_w = 1,
+                             .weights = args->weights,
+                             .bias = args->w.b2,
+                             .out = args->out,
+                             .add = (run->flags & FMOE_ADD_OUT) != 0,
+                             .steps = fmoe_steps(p)};
     if (p->d.rank2) {
         down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, args->w.lora_scale2, b.l2);
         down.low.b[0] = fmoe_factor(args->w.lora_b2, false);
     }
-    fmoe_multiply_out(&down);
+    fmoe_grouped_gemm_combine(&down);
     return FMOE_OK;
 }
 

@@ -49,17 +49,17 @@ static fmoe_stack stack_of(const fmoe_gmm_args *a, const fmoe_tensor *w, bool sw
 }
 
 /* Where a block of results goes: y (with bias) or dx (added to, if asked). */
-typedef struct store_ctx {
+typedef struct gmm_epilogue_ctx {
     const fmoe_cpu_plan *cpu;
     const fmoe_groups *g;
     fmoe_rows y;
     const fmoe_tensor *bias;
     bool list, add;
-} store_ctx;
+} gmm_epilogue_ctx;
 
-static void store_finish(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+static void gmm_epilogue(void *arg, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
-    const store_ctx *x = arg;
+    const gmm_epilogue_ctx *x = arg;
     const fmoe_kernels *k = &x->cpu->k;
     const int64_t element = (int64_t)fmoe_dtype_size(x->y.dtype);
     float bias[FMOE_NB], old[FMOE_NB];
@@ -84,17 +84,17 @@ fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a
 {
     gmm_buffers b;
     FMOE_TRY(group(p, a, a->x, run, &b));
-    store_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = rows_of(a, a->y), .bias = a->bias, .list = a->list};
-    const fmoe_in_job job = {.p = p,
-                             .cpu = fmoe_cpu(p),
-                             .g = &b.g,
-                             .scratch = b.scratch,
-                             .a = rows_of(a, a->x),
-                             .w = {stack_of(a, a->w, true)},
-                             .n_w = 1,
-                             .finish = store_finish,
-                             .ctx = &ctx};
-    fmoe_multiply_in(&job);
+    gmm_epilogue_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = rows_of(a, a->y), .bias = a->bias, .list = a->list};
+    const fmoe_gemm_job job = {.p = p,
+                               .cpu = fmoe_cpu(p),
+                               .g = &b.g,
+                               .scratch = b.scratch,
+                               .a = rows_of(a, a->x),
+                               .w = {stack_of(a, a->w, true)},
+                               .n_w = 1,
+                               .epilogue = gmm_epilogue,
+                               .ctx = &ctx};
+    fmoe_grouped_gemm(&job);
     return FMOE_OK;
 }
 
@@ -116,17 +116,17 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
     const fmoe_rows dy = rows_of(a, a->dy);
     const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &wide;
     if (a->dx) {
-        store_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
-        const fmoe_in_job job = {.p = p,
-                                 .cpu = cpu,
-                                 .g = &b.g,
-                                 .scratch = b.scratch,
-                                 .a = dy,
-                                 .w = {stack_of(a, a->w, false)},
-                                 .n_w = 1,
-                                 .finish = store_finish,
-                                 .ctx = &ctx};
-        fmoe_multiply_in(&job);
+        gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
+        const fmoe_gemm_job job = {.p = p,
+                                   .cpu = cpu,
+                                   .g = &b.g,
+                                   .scratch = b.scratch,
+                                   .a = dy,
+                                   .w = {stack_of(a, a->w, false)},
+                                   .n_w = 1,
+                                   .epilogue = gmm_epilogue,
+                                   .ctx = &ctx};
+        fmoe_grouped_gemm(&job);
         if (!a->list && !add) zero_tail(a->dx, b.g.R);
     }
     if (a->dw) {

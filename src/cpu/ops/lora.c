@@ -18,7 +18,7 @@ typedef struct through_ctx {
     float scale;
 } through_ctx;
 
-static void through_finish(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
+static void lora_epilogue(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     (void)e;
     const through_ctx *x = ctx;
@@ -33,16 +33,16 @@ fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scrat
                        const fmoe_tensor *factor, bool swap, float scale, void *l)
 {
     through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1], fmoe_lora_scale(scale)};
-    const fmoe_in_job job = {.p = p,
-                             .cpu = fmoe_cpu(p),
-                             .g = g,
-                             .scratch = scratch,
-                             .a = a,
-                             .w = {fmoe_factor(factor, swap)},
-                             .n_w = 1,
-                             .finish = through_finish,
-                             .ctx = &ctx};
-    fmoe_multiply_in(&job);
+    const fmoe_gemm_job job = {.p = p,
+                               .cpu = fmoe_cpu(p),
+                               .g = g,
+                               .scratch = scratch,
+                               .a = a,
+                               .w = {fmoe_factor(factor, swap)},
+                               .n_w = 1,
+                               .epilogue = lora_epilogue,
+                               .ctx = &ctx};
+    fmoe_grouped_gemm(&job);
     return fmoe_rows_buffer(l, ctx.rank, fmoe_cpu(p)->work_type);
 }
 

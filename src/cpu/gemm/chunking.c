@@ -20,10 +20,10 @@ static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 /* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. Panels that
  * are never packed have twice the k: sums go to memory and back half as often, 0.5 % of the backward at 64 rows an
  * expert; four times are no faster there, and 2 % slower at 8 rows. */
-int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool low)
+int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool lora)
 {
-    const bool panels = (is_nmajor(v) || low) && !cpu->gather; /* a low-rank term has those of its weights */
-    const int64_t parts = !panels ? 1 : low || !never_packed(cpu, v) ? FMOE_PANELS : FMOE_PANELS / 2;
+    const bool panels = (is_nmajor(v) || lora) && !cpu->gather; /* a low-rank term has those of its weights */
+    const int64_t parts = !panels ? 1 : lora || !never_packed(cpu, v) ? FMOE_PANELS : FMOE_PANELS / 2;
     const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K * parts, cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC));
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
 }

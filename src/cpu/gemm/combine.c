@@ -75,7 +75,7 @@ static bool combine_next(void *state, fmoe_step *s)
     combine_walk *w = state;
     const fmoe_combine_job *job = w->run->job;
     const fmoe_groups *g = job->g;
-    const bool has_low = job->low.b[0].t;
+    const bool has_lora = job->lora.b[0].t;
     fmoe_step *at = &w->at;
     at->k0 += at->kc;
     at->opens = false;
@@ -84,10 +84,10 @@ static bool combine_next(void *state, fmoe_step *s)
         at->a_column += at->v[0].K;
         at->v[0] = fmoe_stack_at(&job->w[++w->half], at->e);
         at->k0 = 0;
-    } else if (at->rows && has_low && at->a == &job->a) { /* the low-rank term */
-        at->v[0] = fmoe_stack_at(&job->low.b[0], at->e);
-        at->dtype = job->low.b[0].dtype;
-        at->a = &job->low.l;
+    } else if (at->rows && has_lora && at->a == &job->a) { /* the low-rank term */
+        at->v[0] = fmoe_stack_at(&job->lora.b[0], at->e);
+        at->dtype = job->lora.b[0].dtype;
+        at->a = &job->lora.l;
         at->a_column = at->k0 = 0;
     } else {
         if (at->rows && at->row + at->rows < w->end) { /* the next rows of the expert */
@@ -108,7 +108,7 @@ static bool combine_next(void *state, fmoe_step *s)
     const int64_t K = at->v[0].K;
     fmoe_take_k(job->cpu, g, at, at->a != &job->a);
     at->first = at->k0 == 0 && w->half == 0 && at->a == &job->a;
-    at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_low || at->a == &job->low.l);
+    at->last = at->k0 + at->kc == K && w->half + 1 == job->n_w && (!has_lora || at->a == &job->lora.l);
     at->closes = !at->rows || (at->last && at->row + at->rows == w->end && at->n0 + at->n == w->n1 && w->e == g->E);
     at->first_column = w->n0;
     at->columns = w->n1 - w->n0;

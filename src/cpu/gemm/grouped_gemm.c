@@ -30,12 +30,12 @@ static bool gemm_next(void *state, fmoe_step *next)
     fmoe_step *const s = &w->at;
     const fmoe_gemm_job *job = w->run->job;
     const fmoe_groups *g = job->g;
-    const bool has_low = job->low.b[0].t;
+    const bool has_lora = job->lora.b[0].t;
     s->k0 += s->kc;
-    if (s->rows && s->k0 >= s->v[0].K && has_low && s->a == &job->a) { /* the low-rank term */
-        for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->low.b[i], s->e);
-        s->dtype = job->low.b[0].dtype;
-        s->a = &job->low.l;
+    if (s->rows && s->k0 >= s->v[0].K && has_lora && s->a == &job->a) { /* the low-rank term */
+        for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->lora.b[i], s->e);
+        s->dtype = job->lora.b[0].dtype;
+        s->a = &job->lora.l;
         s->k0 = 0;
     } else if (s->k0 >= s->v[0].K) {
         if (w->task == w->end && !fmoe_claim_some(&w->run->tasks, job->cpu->threads, &w->task, &w->end)) return false;
@@ -54,7 +54,7 @@ static bool gemm_next(void *state, fmoe_step *next)
     const int64_t K = s->v[0].K;
     fmoe_take_k(job->cpu, g, s, s->a != &job->a);
     s->first = s->k0 == 0 && s->a == &job->a;
-    s->last = s->k0 + s->kc == K && (!has_low || s->a == &job->low.l);
+    s->last = s->k0 + s->kc == K && (!has_lora || s->a == &job->lora.l);
     *next = *s;
     return true;
 }

@@ -92,9 +92,10 @@ fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
 /* ---- which weights ---- */
 
 /* Every expert's matrix lies along k, and there is room for rows of that many. Low-rank terms are not for us. */
-static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w, const fmoe_low *low)
+static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w,
+                            const fmoe_lora_term *lora)
 {
-    if (!g->gathered || !cpu->pairs || low->b[0].t) return false;
+    if (!g->gathered || !cpu->pairs || lora->b[0].t) return false;
     for (int64_t e = 0; e < (w->list ? g->E : 1); e++) {
         const fmoe_view v = fmoe_stack_at(w, e);
         if (v.sk != 1 || v.K < 2 || v.K > g->gathered_k) return false;
@@ -173,8 +174,8 @@ static void inplace_worker(void *arg, int worker)
 bool fmoe_inplace_gemm(const fmoe_gemm_job *job)
 {
     const fmoe_groups *g = job->g;
-    if (!can_run_inplace(g, job->cpu, &job->w[0], &job->low) ||
-        !can_run_inplace(g, job->cpu, &job->w[job->n_w - 1], &job->low))
+    if (!can_run_inplace(g, job->cpu, &job->w[0], &job->lora) ||
+        !can_run_inplace(g, job->cpu, &job->w[job->n_w - 1], &job->lora))
         return false;
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
     make_tiles(job->p, job->cpu, g, &job->a, K);
@@ -239,7 +240,7 @@ static void inplace_combine_worker(void *arg, int worker)
 bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job)
 {
     const fmoe_groups *g = job->g;
-    if (job->n_w != 1 || !can_run_inplace(g, job->cpu, &job->w[0], &job->low)) return false;
+    if (job->n_w != 1 || !can_run_inplace(g, job->cpu, &job->w[0], &job->lora)) return false;
     const int64_t T = job->out->shape[0], N = job->out->shape[1], threads = job->cpu->threads;
     make_tiles(job->p, job->cpu, g, &job->a, fmoe_stack_at(&job->w[0], 0).K);
     /* Few tasks for the threads: narrower ones, which cost no weight a second reading; then fewer tokens, which do. */

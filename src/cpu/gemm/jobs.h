@@ -9,10 +9,10 @@
 
 /* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
  * over k, while the product is in registers. Stacks as the product's own. */
-typedef struct fmoe_low {
+typedef struct fmoe_lora_term {
     fmoe_rows l; /* [R, rank] */
     fmoe_stack b[2];
-} fmoe_low;
+} fmoe_lora_term;
 
 /* A matrix that an epilogue reads or writes where its product has rows and columns; in bytes. */
 typedef struct fmoe_epilogue_operand {
@@ -32,7 +32,7 @@ typedef struct fmoe_gemm_job {
     fmoe_rows a;
     fmoe_stack w[2];
     int n_w;
-    fmoe_low low; /* b[0].t NULL: none */
+    fmoe_lora_term lora; /* b[0].t NULL: none */
     void (*epilogue)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
     fmoe_epilogue_operand
@@ -58,7 +58,7 @@ typedef struct fmoe_combine_job {
     fmoe_rows a;
     fmoe_stack w[2];
     int n_w;
-    fmoe_low low;               /* b[0].t NULL: none; b[0] alone, whatever n_w is */
+    fmoe_lora_term lora;        /* b[0].t NULL: none; b[0] alone, whatever n_w is */
     const fmoe_tensor *weights; /* p[t*k+j]; NULL: 1 */
     const fmoe_tensor *bias;    /* [E,N] added before p; NULL: none */
     const fmoe_tensor *out;     /* [T,N] */

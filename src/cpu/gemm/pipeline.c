@@ -31,9 +31,9 @@ static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, c
     return cpu->pairs ? cpu->k.gemm_kmajor_few_rows_bf16 : cpu->k.gemm_kmajor_few_rows_f32;
 }
 
-void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low)
+void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora)
 {
-    s->chunk = fmoe_chunk_of(cpu, &s->v[0], low);
+    s->chunk = fmoe_chunk_of(cpu, &s->v[0], lora);
     s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
     if (few_rows_kernel(cpu, g, s)) s->kc = s->v[0].K - s->k0;
 }

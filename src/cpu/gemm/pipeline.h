@@ -26,7 +26,7 @@ typedef struct fmoe_step {
 /* ---- chunking.c ---- */
 
 int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v,
-                      bool low); /* k of a chunk; low: of a low-rank term */
+                      bool lora); /* k of a chunk; low: of a low-rank term */
 int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks,
                        int64_t tasks);
 int64_t fmoe_rows_of_task(int64_t rows); /* of an expert that has so many */
@@ -57,7 +57,7 @@ typedef struct fmoe_pipeline {
 
 fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
                                   bool (*next)(void *, fmoe_step *), void *state);
-void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool low); /* from k0 on: chunk, kc */
+void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora); /* from k0 on: chunk, kc */
 const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l); /* the next step, multiplied: NULL when there is none */
 
 #endif

@@ -25,7 +25,7 @@ typedef struct backward_buffers {
     float *dp_parts; /* [blocks of I, R]: a task writes lines of its own */
     void *l1, *m1;   /* [R, rank1] work type */
     void *l2, *m2;   /* [R, rank2] work type */
-    fmoe_factors factors;
+    fmoe_lora_factors factors;
 } backward_buffers;
 
 static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
@@ -60,7 +60,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     b->m1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
     b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
     b->m2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
-    fmoe_factors_carve(&b->factors, c, p);
+    fmoe_lora_factors_carve(&b->factors, c, p);
 }
 
 void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
@@ -247,7 +247,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_backward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
-    args->w = fmoe_narrow_factors(p, &b.g, &b.factors, &given->w);
+    args->w = fmoe_lora_narrow_factors(p, &b.g, &b.factors, &given->w);
 
     const fmoe_rows x = fmoe_rows_of(args->x, b.g.token), dout = fmoe_rows_of(args->dout, b.g.token);
     if (!b.h) b.h = args->saved;
@@ -281,17 +281,18 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
         job.w[0].swap = true; /* contract over H */
         dh_operands(&ctx, job.epilogue_operands);
         if (p->d.rank2) {
-            m2 = job.low.l = fmoe_through(p, &b.g, b.scratch, job.a, w->lora_b2, true, w->lora_scale2, b.m2);
-            job.low.b[0] = fmoe_factor(w->lora_a2, true);
+            m2 = job.lora.l = fmoe_lora_project(p, &b.g, b.scratch, job.a, w->lora_b2, true, w->lora_scale2, b.m2);
+            job.lora.b[0] = fmoe_lora_factor(w->lora_a2, true);
         }
         fmoe_grouped_gemm(&job);
     }
     if (p->d.rank1 && (args->dx || dw->lora_a1))
-        m1 = fmoe_through(p, &b.g, b.scratch, dh, w->lora_b1, true, w->lora_scale1, b.m1);
+        m1 = fmoe_lora_project(p, &b.g, b.scratch, dh, w->lora_b1, true, w->lora_scale1, b.m1);
     fmoe_rows l1 = {0}, l2 = {0};
     if (dw->lora_b2)
-        l2 = fmoe_through(p, &b.g, b.scratch, pa, w->lora_a2, false, w->lora_scale2, b.l2); /* scaled by p, as pa is */
-    if (dw->lora_b1) l1 = fmoe_through(p, &b.g, b.scratch, x, w->lora_a1, false, w->lora_scale1, b.l1);
+        l2 = fmoe_lora_project(p, &b.g, b.scratch, pa, w->lora_a2, false, w->lora_scale2,
+                               b.l2); /* scaled by p, as pa is */
+    if (dw->lora_b1) l1 = fmoe_lora_project(p, &b.g, b.scratch, x, w->lora_a1, false, w->lora_scale1, b.l1);
 
     /* Everything that is left depends on the above alone: one pool of tasks, the long ones first. */
     fmoe_part parts[2 + FMOE_WGRADS];
@@ -303,7 +304,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                                .a = dh,
                                .w = {fmoe_w1_stack(p, w, 0), fmoe_w1_stack(p, w, 1)},
                                .n_w = fmoe_w1_whole(p, w) ? 1 : 2,
-                               .low = {m1, {fmoe_factor(w->lora_a1, true)}},
+                               .lora = {m1, {fmoe_lora_factor(w->lora_a1, true)}},
                                .out = args->dx,
                                .add = (run->flags & FMOE_ADD_DX) != 0};
     fmoe_combine_run dx_run;
@@ -320,10 +321,10 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     add_wgrad(&dws, &like, dh, 0, x, w1);
     if (w1.list && p->gated) add_wgrad(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
     const int wide = dws.n; /* the rest are as narrow as an adapter */
-    add_wgrad(&dws, &like, m2, 0, pa, fmoe_factor(dw->lora_a2, false));
-    add_wgrad(&dws, &like, m1, 0, x, fmoe_factor(dw->lora_a1, false));
-    add_wgrad(&dws, &like, dout, 0, l2, fmoe_factor(dw->lora_b2, false));
-    add_wgrad(&dws, &like, dh, 0, l1, fmoe_factor(dw->lora_b1, false));
+    add_wgrad(&dws, &like, m2, 0, pa, fmoe_lora_factor(dw->lora_a2, false));
+    add_wgrad(&dws, &like, m1, 0, x, fmoe_lora_factor(dw->lora_a1, false));
+    add_wgrad(&dws, &like, dout, 0, l2, fmoe_lora_factor(dw->lora_b2, false));
+    add_wgrad(&dws, &like, dh, 0, l1, fmoe_lora_factor(dw->lora_b1, false));
     for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_wgrad_worker, &dws.run[i], i >= wide};
     dp_ctx dp = {.p = p, .args = args, .b = &b, .tasks.n = b.g.E};
     if (args->dweights) {

@@ -108,11 +108,11 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
                          .epilogue = up_epilogue,
                          .ctx = &ctx};
     if (p->d.rank1) {
-        job.low.l = fmoe_through(p, g, scratch, x, args->w.lora_a1, false, args->w.lora_scale1, l1);
+        job.lora.l = fmoe_lora_project(p, g, scratch, x, args->w.lora_a1, false, args->w.lora_scale1, l1);
         for (int half = 0; half < job.n_w; half++) {
-            job.low.b[half] = fmoe_factor(args->w.lora_b1, false);
-            job.low.b[half].row = half * p->d.I;
-            job.low.b[half].rows = whole ? 0 : p->d.I;
+            job.lora.b[half] = fmoe_lora_factor(args->w.lora_b1, false);
+            job.lora.b[half].row = half * p->d.I;
+            job.lora.b[half].rows = whole ? 0 : p->d.I;
         }
     }
     fmoe_grouped_gemm(&job);
@@ -125,7 +125,7 @@ typedef struct forward_buffers {
     fmoe_scratch *scratch;
     void *a;
     void *l1, *l2; /* [R, rank1], [R, rank2] work type */
-    fmoe_factors factors;
+    fmoe_lora_factors factors;
 } forward_buffers;
 
 static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, forward_buffers *b)
@@ -145,7 +145,7 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
     b->a = fmoe_carve_take(c, elements, work);
     b->l1 = fmoe_carve_take(c, R, (size_t)p->d.rank1 * work);
     b->l2 = fmoe_carve_take(c, R, (size_t)p->d.rank2 * work);
-    fmoe_factors_carve(&b->factors, c, p);
+    fmoe_lora_factors_carve(&b->factors, c, p);
 }
 
 fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *given, const fmoe_run *run)
@@ -155,7 +155,7 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
     carve_forward(p, args->x->shape[0], &c, &b);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, args->ids));
-    args->w = fmoe_narrow_factors(p, &b.g, &b.factors, &given->w);
+    args->w = fmoe_lora_narrow_factors(p, &b.g, &b.factors, &given->w);
     fmoe_experts_up(p, args, &b.g, b.scratch, b.l1, p->d.flags & FMOE_RECOMPUTE ? NULL : args->saved, b.a);
     fmoe_combine_job down = {.p = p,
                              .cpu = fmoe_cpu(p),
@@ -170,8 +170,8 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                              .add = (run->flags & FMOE_ADD_OUT) != 0,
                              .steps = fmoe_steps(p)};
     if (p->d.rank2) {
-        down.low.l = fmoe_through(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, args->w.lora_scale2, b.l2);
-        down.low.b[0] = fmoe_factor(args->w.lora_b2, false);
+        down.lora.l = fmoe_lora_project(p, &b.g, b.scratch, down.a, args->w.lora_a2, false, args->w.lora_scale2, b.l2);
+        down.lora.b[0] = fmoe_lora_factor(args->w.lora_b2, false);
     }
     fmoe_grouped_gemm_combine(&down);
     return FMOE_OK;

@@ -4,24 +4,24 @@
  */
 #include "cpu/ops/ops.h"
 
-fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap)
+fmoe_stack fmoe_lora_factor(const fmoe_tensor *factor, bool swap)
 {
     return (fmoe_stack){.t = factor, .swap = swap, .dtype = factor ? fmoe_tensor_dtype(factor) : 0};
 }
 
 /* ---- rows through one factor ---- */
 
-typedef struct through_ctx {
+typedef struct lora_project_ctx {
     const fmoe_cpu_plan *cpu;
     char *l;
     int64_t rank;
     float scale;
-} through_ctx;
+} lora_project_ctx;
 
 static void lora_epilogue(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c)
 {
     (void)e;
-    const through_ctx *x = ctx;
+    const lora_project_ctx *x = ctx;
     const int64_t element = (int64_t)fmoe_dtype_size(x->cpu->work_type);
     for (int64_t i = 0; i < rows; i++, c += FMOE_NB) {
         for (int64_t j = 0; j < n; j++) c[j] *= x->scale;
@@ -29,16 +29,16 @@ static void lora_epilogue(void *ctx, int64_t e, int64_t row, int64_t rows, int64
     }
 }
 
-fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
-                       const fmoe_tensor *factor, bool swap, float scale, void *l)
+fmoe_rows fmoe_lora_project(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
+                            const fmoe_tensor *factor, bool swap, float scale, void *l)
 {
-    through_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1], fmoe_lora_scale(scale)};
+    lora_project_ctx ctx = {fmoe_cpu(p), l, factor->shape[swap ? 2 : 1], fmoe_lora_scale(scale)};
     const fmoe_gemm_job job = {.p = p,
                                .cpu = fmoe_cpu(p),
                                .g = g,
                                .scratch = scratch,
                                .a = a,
-                               .w = {fmoe_factor(factor, swap)},
+                               .w = {fmoe_lora_factor(factor, swap)},
                                .n_w = 1,
                                .epilogue = lora_epilogue,
                                .ctx = &ctx};
@@ -48,7 +48,7 @@ fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scrat
 
 /* ---- factors in f32 beside 16 bits: those of the experts that have rows, rounded ---- */
 
-void fmoe_factors_carve(fmoe_factors *f, fmoe_carve *c, const fmoe_plan_impl *p)
+void fmoe_lora_factors_carve(fmoe_lora_factors *f, fmoe_carve *c, const fmoe_plan_impl *p)
 {
     const fmoe_desc *d = &p->d;
     const int64_t size[4] = {d->rank1 * d->H, d->rank1 * p->h_cols, d->rank2 * d->I, d->rank2 * d->H};
@@ -60,12 +60,12 @@ typedef struct narrow_run {
     const fmoe_plan_impl *p;
     const fmoe_groups *g;
     const fmoe_tensor *from[4]; /* or NULL */
-    const fmoe_factors *to;
+    const fmoe_lora_factors *to;
     fmoe_tasks tasks;
 } narrow_run;
 
 /* Neighbours lie along the last dimension but one. */
-static bool is_turned(const fmoe_tensor *t) { return fmoe_stride(t, 2) != 1 && t->shape[2] > 1; }
+static bool is_transposed(const fmoe_tensor *t) { return fmoe_stride(t, 2) != 1 && t->shape[2] > 1; }
 
 static void narrow_worker(void *arg, int worker)
 {
@@ -77,17 +77,18 @@ static void narrow_worker(void *arg, int worker)
     while (fmoe_claim(&run->tasks, &task)) {
         const fmoe_tensor *t = run->from[task % 4];
         if (!t) continue;
-        const int64_t e = run->g->order[task / 4], between = fmoe_stride(t, is_turned(t) ? 2 : 1);
-        int64_t lines = t->shape[is_turned(t) ? 2 : 1], length = t->shape[is_turned(t) ? 1 : 2];
+        const int64_t e = run->g->order[task / 4], between = fmoe_stride(t, is_transposed(t) ? 2 : 1);
+        int64_t runs = t->shape[is_transposed(t) ? 2 : 1], length = t->shape[is_transposed(t) ? 1 : 2];
         const float *from = (const float *)fmoe_data(t) + e * fmoe_stride(t, 0);
-        char *to = (char *)run->to->room[task % 4] + e * lines * length * element;
-        if (between == length) length *= lines, lines = 1;
-        for (int64_t i = 0; i < lines; i++)
+        char *to = (char *)run->to->room[task % 4] + e * runs * length * element;
+        if (between == length) length *= runs, runs = 1;
+        for (int64_t i = 0; i < runs; i++)
             fmoe_store_row(&fmoe_cpu(run->p)->k, dtype, to + i * length * element, from + i * between, length);
     }
 }
 
-fmoe_weights fmoe_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_factors *f, const fmoe_weights *w)
+fmoe_weights fmoe_lora_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_lora_factors *f,
+                                      const fmoe_weights *w)
 {
     fmoe_weights out = *w;
     const fmoe_tensor **factor[4] = {&out.lora_a1, &out.lora_b1, &out.lora_a2, &out.lora_b2};
@@ -97,8 +98,8 @@ fmoe_weights fmoe_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, 
         if (!t || fmoe_tensor_dtype(t) == p->d.dtype) continue;
         const int64_t a = t->shape[1], b = t->shape[2];
         f->strides[i][0] = a * b;
-        f->strides[i][1] = is_turned(t) ? 1 : b;
-        f->strides[i][2] = is_turned(t) ? a : 1;
+        f->strides[i][1] = is_transposed(t) ? 1 : b;
+        f->strides[i][2] = is_transposed(t) ? a : 1;
         f->t[i] = *t;
         f->t[i].data = f->room[i];
         f->t[i].byte_offset = 0;

@@ -34,19 +34,20 @@ fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
 
 /* lora.c: rows of A through one factor of an adapter, times its scale, into l [R, rank] of the work type; swap:
  * through its transpose. */
-fmoe_rows fmoe_through(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
-                       const fmoe_tensor *factor, bool swap, float scale, void *l);
-fmoe_stack fmoe_factor(const fmoe_tensor *factor, bool swap);
+fmoe_rows fmoe_lora_project(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
+                            const fmoe_tensor *factor, bool swap, float scale, void *l);
+fmoe_stack fmoe_lora_factor(const fmoe_tensor *factor, bool swap);
 
 /* Factors a1, b1, a2, b2 in f32 beside a plan of 16 bits: w with those in the plan's dtype, of experts that have rows.
  */
-typedef struct fmoe_factors {
+typedef struct fmoe_lora_factors {
     void *room[4];
     fmoe_tensor t[4];
     int64_t strides[4][3];
-} fmoe_factors;
-void fmoe_factors_carve(fmoe_factors *f, fmoe_carve *c, const fmoe_plan_impl *p);
-fmoe_weights fmoe_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_factors *f, const fmoe_weights *w);
+} fmoe_lora_factors;
+void fmoe_lora_factors_carve(fmoe_lora_factors *f, fmoe_carve *c, const fmoe_plan_impl *p);
+fmoe_weights fmoe_lora_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_lora_factors *f,
+                                      const fmoe_weights *w);
 
 /* prepacked.c: the weights of a layer as a packed buffer. Its bytes, 0 where the plan reads weights as they are stored;
  * whether a buffer is one of this plan's; and its stacks, W1's two halves as one where they are not whole. */

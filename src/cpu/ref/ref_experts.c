@@ -93,12 +93,12 @@ static int64_t b1_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t n)
 
 /* l = scale A[e] v over n elements of v, A [E,rank,n]; and m = scale B[e]^T v, B [E,n,rank]: the ways into an adapter,
  * which every term of it and of its gradients goes through once. */
-static void through_a(const fmoe_tensor *A, float scale, int64_t e, int64_t rank, ref_vec v, int64_t n, double *l)
+static void project_a(const fmoe_tensor *A, float scale, int64_t e, int64_t rank, ref_vec v, int64_t n, double *l)
 {
     for (int64_t i = 0; i < rank; i++) l[i] = fmoe_lora_scale(scale) * ref_dot(ref_row(ref_slice(A, e), i), v, n);
 }
 
-static void through_b1(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, const double *dh, double *m)
+static void project_b1(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, const double *dh, double *m)
 {
     for (int64_t i = 0; i < p->d.rank1; i++) m[i] = 0;
     for (int64_t n = 0; p->d.rank1 && n < p->h_cols; n++)
@@ -106,7 +106,7 @@ static void through_b1(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e
                  p->d.rank1);
 }
 
-static void through_b2(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec g, double *m)
+static void project_b2(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec g, double *m)
 {
     for (int64_t i = 0; i < p->d.rank2; i++) m[i] = 0;
     for (int64_t c = 0; p->d.rank2 && c < p->d.H; c++)
@@ -123,7 +123,7 @@ static void up(const fmoe_plan_impl *p, const fmoe_experts_args *a, int64_t t, i
 {
     const ref_vec x = ref_row(ref_matrix(a->x), t);
     const int64_t rank = p->d.rank1;
-    through_a(a->w.lora_a1, a->w.lora_scale1, e, rank, x, p->d.H, l1);
+    project_a(a->w.lora_a1, a->w.lora_scale1, e, rank, x, p->d.H, l1);
     for (int64_t n = 0; n < p->h_cols; n++) {
         h[n] = ref_dot(x, w1_row(p, &a->w, e, n), p->d.H) + bias_at(p, a->w.b1, e, n);
         if (rank) h[n] += ref_dot(ref_buffer(l1), ref_row(ref_slice(a->w.lora_b1, e), b1_row(p, &a->w, n)), rank);
@@ -159,7 +159,7 @@ fmoe_status fmoe_ref_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
             double *const h = saved ? saved + r * p->h_cols : s.h;
             up(p, a, t, e, s.l1, h);
             fmoe_ref_activate(p, ref_buffer(h), ref_buffer(s.a));
-            through_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, ref_buffer(s.a), I, s.l2);
+            project_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, ref_buffer(s.a), I, s.l2);
             for (int64_t i = 0; i < H; i++) s.sum[i] += weight * down(p, &a->w, e, ref_buffer(s.a), s.l2, i);
         }
         for (int64_t i = 0; i < H; i++) ref_set(out, i, s.sum[i]);
@@ -192,13 +192,13 @@ static void backward_rows(const fmoe_plan_impl *p, const fmoe_experts_args *a, c
                 ref_axpy(s->v, ref_get(g, c), w2_row(&a->w, e, c), I);
                 dp += ref_get(g, c) * bias_at(p, a->w.b2, e, c);
             }
-            through_b2(p, &a->w, e, g, m2);
+            project_b2(p, &a->w, e, g, m2);
             for (int64_t c = 0; c < p->d.rank2; c++) ref_axpy(s->v, m2[c], ref_row(ref_slice(a->w.lora_a2, e), c), I);
-            through_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
+            project_a(a->w.lora_a2, a->w.lora_scale2, e, p->d.rank2, act, I, s->l2 + r * p->d.rank2);
             dp += ref_dot(ref_buffer(s->v), act, I);
             for (int64_t c = 0; c < I; c++) s->v[c] *= weight;
             fmoe_ref_activate_backward(p, ref_buffer(s->h), ref_buffer(s->v), ref_buffer(s->dh + r * p->h_cols));
-            through_b1(p, &a->w, e, s->dh + r * p->h_cols, s->m1 + r * p->d.rank1);
+            project_b1(p, &a->w, e, s->dh + r * p->h_cols, s->m1 + r * p->d.rank1);
         }
         if (a->dweights) ref_set(ref_row(ref_matrix(a->dweights), t), j, dp);
     }

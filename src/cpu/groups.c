@@ -13,7 +13,7 @@ void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
     g->slot = slots ? fmoe_carve_take(c, slots, sizeof *g->slot) : NULL;
     g->token = slots ? fmoe_carve_take(c, slots, sizeof *g->token) : NULL;
     g->gathered = NULL;
-    g->wide = NULL;
+    g->rows_f32 = NULL;
 }
 
 static int64_t group_rows(const fmoe_groups *g, int64_t e) { return g->off[e + 1] - g->off[e]; }

@@ -19,8 +19,8 @@ typedef struct fmoe_groups {
      * the first block of tiles of each group [E+1]. */
     void *gathered;
     int64_t gathered_k, *block;
-    float *wide; /* room for the rows of every token in f32, wide_rows of wide_k (widen.c); NULL: not wanted */
-    int64_t wide_rows, wide_k;
+    float *rows_f32; /* room for the rows of every token in f32, wide_rows of wide_k (widen.c); NULL: not wanted */
+    int64_t f32_rows, f32_k;
 } fmoe_groups;
 
 void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots);

@@ -12,15 +12,15 @@
 
 /* ---- levels ---- */
 
-/* From low to high; each contains the ones before it. From LEVEL_WIDE on, f32 panels are 64 columns wide, below 16. */
+/* From low to high; each contains the ones before it. From LEVEL_NR64 on, f32 panels are 64 columns wide, below 16. */
 #if defined(__x86_64__)
-enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVEL_amx_bf16, LEVELS, LEVEL_WIDE = LEVEL_avx512 };
+enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVEL_amx_bf16, LEVELS, LEVEL_NR64 = LEVEL_avx512 };
 static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
 #elif defined(__aarch64__)
-enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS, LEVEL_WIDE = LEVELS };
+enum { LEVEL_c, LEVEL_neon, LEVEL_neon_bf16, LEVELS, LEVEL_NR64 = LEVELS };
 static const char *const level_names[LEVELS] = {"c", "neon", "neon_bf16"};
 #else
-enum { LEVEL_c, LEVELS, LEVEL_WIDE = LEVELS };
+enum { LEVEL_c, LEVELS, LEVEL_NR64 = LEVELS };
 static const char *const level_names[LEVELS] = {"c"};
 #endif
 
@@ -177,12 +177,12 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 {
     memset(k, 0, sizeof *k);
     k->isa = level_names[level];
-    k->nr = level >= LEVEL_WIDE ? 64 : 16;
+    k->nr = level >= LEVEL_NR64 ? 64 : 16;
 #define FMOE_KERNEL_FIELD(type, field)
 #define FMOE_KERNEL(lvl, type, field)                                                                                  \
     if (level >= LEVEL_##lvl) k->field = fmoe_##field##_##lvl;
 #include "cpu/kernels/kernels.inc"
-    if (level >= LEVEL_WIDE)
+    if (level >= LEVEL_NR64)
         k->gemm_nmajor_inplace_widen_bf16 = k->gemm_nmajor_inplace_widen_f16 = NULL; /* packing is faster there */
 }
 

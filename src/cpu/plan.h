@@ -20,12 +20,12 @@ typedef struct fmoe_cpu_plan {
 static inline const fmoe_cpu_plan *fmoe_cpu(const fmoe_plan_impl *p) { return p->priv; }
 
 /* The same in f32, whatever the plan's: for the few products whose operands are of two types. */
-static inline fmoe_cpu_plan fmoe_cpu_wide(const fmoe_cpu_plan *cpu)
+static inline fmoe_cpu_plan fmoe_cpu_f32(const fmoe_cpu_plan *cpu)
 {
-    fmoe_cpu_plan wide = *cpu;
-    wide.pairs = false;
-    wide.work_type = FMOE_F32;
-    return wide;
+    fmoe_cpu_plan f32 = *cpu;
+    f32.pairs = false;
+    f32.work_type = FMOE_F32;
+    return f32;
 }
 
 /* Bytes of a panel of kc rows. */

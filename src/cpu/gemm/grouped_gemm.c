@@ -79,7 +79,7 @@ void fmoe_grouped_gemm(const fmoe_gemm_job *job)
     fmoe_gemm_job gathered = *job;
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
     gathered.a = fmoe_gather(job->p, g, &job->a, K);
-    gathered.a = fmoe_wide_rows(job->p, g, &gathered.a, K);
+    gathered.a = fmoe_widen_rows(job->p, g, &gathered.a, K);
     gemm_run run = {.job = &gathered, .ends = g->ends, .width = FMOE_NB / job->n_w};
     if (job->n_w == 1)
         run.width *= fmoe_panels_of(job->cpu, job->w, 1, g->E, g->E * fmoe_ceil_div(gemm_columns(job, 0), FMOE_NB),

@@ -85,12 +85,12 @@ bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job 
 /* Room for gathered rows of up to K elements, where the plan gathers. */
 void fmoe_gather_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t slots, int64_t K);
 /* Room for T rows of K elements in f32, where the plan's are not as products like them. */
-void fmoe_wide_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t T, int64_t K);
+void fmoe_widen_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t T, int64_t K);
 /* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
 /* The same for rows that are to be in f32, and well apart. */
-fmoe_rows fmoe_wide_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
+fmoe_rows fmoe_widen_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
 /* Shared by both forms of `out`: the first row of group e whose token is not below t; the first expert from e on that
  * has rows of tokens [t0, t1), or E; finished sums c of rows [row, row+rows), added to their tokens' in the scratch;

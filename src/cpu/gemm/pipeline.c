@@ -244,9 +244,9 @@ static void multiply(const fmoe_pipeline *l, const fmoe_step *s, const char *pan
         const int64_t rows = fmoe_min(block, s->rows - r);
         point(l, s, r, rows, a);
         for (int64_t i = 0; i < rows && widen; i++) {
-            float *wide = l->scratch->widened + i * FMOE_KC;
-            fmoe_load_row(&cpu->k, s->a->dtype, wide, a[i], s->kc);
-            a[i] = wide;
+            float *row_f32 = l->scratch->widened + i * FMOE_KC;
+            fmoe_load_row(&cpu->k, s->a->dtype, row_f32, a[i], s->kc);
+            a[i] = row_f32;
         }
         for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of the work on the side */
             const int64_t pack = overlap->pack.left / calls, prefetch = overlap->prefetch.left / calls;

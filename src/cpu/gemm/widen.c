@@ -9,46 +9,46 @@
 enum { GRAIN = 16 }; /* rows of one piece of work */
 
 /* Elements from one row to the next. */
-static int64_t apart(int64_t K) { return K * 4 % 4096 ? K : K + 16; }
+static int64_t spread_stride(int64_t K) { return K * 4 % 4096 ? K : K + 16; }
 
-static bool is_wide(const fmoe_cpu_plan *cpu, int dtype, int64_t stride)
+static bool is_f32_spread(const fmoe_cpu_plan *cpu, int dtype, int64_t stride)
 {
     return dtype == FMOE_F32 && (stride % 4096 || cpu->k.nr == FMOE_NB);
 }
 
-void fmoe_wide_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t T, int64_t K)
+void fmoe_widen_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, int64_t T, int64_t K)
 {
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     int64_t elements = 0;
-    g->wide = NULL;
-    if (cpu->pairs || is_wide(cpu, p->d.dtype, K * (int64_t)fmoe_dtype_size(p->d.dtype))) return;
-    if (__builtin_mul_overflow(T, apart(K), &elements)) c->overflow = true;
-    g->wide_rows = T;
-    g->wide_k = K;
-    g->wide = fmoe_carve_take(c, elements, sizeof *g->wide);
+    g->rows_f32 = NULL;
+    if (cpu->pairs || is_f32_spread(cpu, p->d.dtype, K * (int64_t)fmoe_dtype_size(p->d.dtype))) return;
+    if (__builtin_mul_overflow(T, spread_stride(K), &elements)) c->overflow = true;
+    g->f32_rows = T;
+    g->f32_k = K;
+    g->rows_f32 = fmoe_carve_take(c, elements, sizeof *g->rows_f32);
 }
 
-typedef struct wide_run {
+typedef struct widen_run {
     const fmoe_kernels *k;
     const fmoe_groups *g;
     const fmoe_rows *a;
-} wide_run;
+} widen_run;
 
 static void widen_rows(void *ctx, int64_t begin, int64_t end)
 {
-    const wide_run *run = ctx;
+    const widen_run *run = ctx;
     const fmoe_groups *g = run->g;
     for (int64_t t = begin; t < end; t++)
-        fmoe_load_row(run->k, run->a->dtype, g->wide + t * apart(g->wide_k), run->a->base + t * run->a->stride,
-                      g->wide_k);
+        fmoe_load_row(run->k, run->a->dtype, g->rows_f32 + t * spread_stride(g->f32_k),
+                      run->a->base + t * run->a->stride, g->f32_k);
 }
 
-fmoe_rows fmoe_wide_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K)
+fmoe_rows fmoe_widen_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K)
 {
-    if (!g->wide || !a->index || K != g->wide_k || is_wide(fmoe_cpu(p), a->dtype, a->stride)) return *a;
-    wide_run run = {&fmoe_cpu(p)->k, g, a};
-    fmoe_for_rows(p, g->wide_rows, GRAIN, widen_rows, &run);
-    fmoe_rows wide = fmoe_rows_buffer(g->wide, apart(K), FMOE_F32);
-    wide.index = a->index;
-    return wide;
+    if (!g->rows_f32 || !a->index || K != g->f32_k || is_f32_spread(fmoe_cpu(p), a->dtype, a->stride)) return *a;
+    widen_run run = {&fmoe_cpu(p)->k, g, a};
+    fmoe_for_rows(p, g->f32_rows, GRAIN, widen_rows, &run);
+    fmoe_rows f32 = fmoe_rows_buffer(g->rows_f32, spread_stride(K), FMOE_F32);
+    f32.index = a->index;
+    return f32;
 }

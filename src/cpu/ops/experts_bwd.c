@@ -48,7 +48,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->h_cols));
-    fmoe_wide_carve(&b->g, c, p, T, p->d.H);
+    fmoe_widen_carve(&b->g, c, p, T, p->d.H);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p,
                        fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_combine_columns(cpu, p->d.H));
@@ -320,12 +320,12 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     if (!w1.list) w1.row = w1.rows = 0; /* both halves at once */
     add_wgrad(&dws, &like, dh, 0, x, w1);
     if (w1.list && p->gated) add_wgrad(&dws, &like, dh, p->d.I, x, fmoe_w1_stack(p, dw, 1));
-    const int wide = dws.n; /* the rest are as narrow as an adapter */
+    const int large = dws.n; /* the rest are as narrow as an adapter */
     add_wgrad(&dws, &like, m2, 0, pa, fmoe_lora_factor(dw->lora_a2, false));
     add_wgrad(&dws, &like, m1, 0, x, fmoe_lora_factor(dw->lora_a1, false));
     add_wgrad(&dws, &like, dout, 0, l2, fmoe_lora_factor(dw->lora_b2, false));
     add_wgrad(&dws, &like, dh, 0, l1, fmoe_lora_factor(dw->lora_b1, false));
-    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_wgrad_worker, &dws.run[i], i >= wide};
+    for (int i = 0; i < dws.n; i++) parts[n_parts++] = (fmoe_part){fmoe_wgrad_worker, &dws.run[i], i >= large};
     dp_ctx dp = {.p = p, .args = args, .b = &b, .tasks.n = b.g.E};
     if (args->dweights) {
         zero_dweights(args->dweights);

@@ -139,7 +139,7 @@ static void carve_forward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, for
     }
     fmoe_groups_carve(&b->g, c, p->d.E, R);
     fmoe_gather_carve(&b->g, c, p, R, fmoe_max(p->d.H, p->d.I));
-    fmoe_wide_carve(&b->g, c, p, T, p->d.H);
+    fmoe_widen_carve(&b->g, c, p, T, p->d.H);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p, FMOE_TOKEN_BLOCK * FMOE_NB);
     b->a = fmoe_carve_take(c, elements, work);

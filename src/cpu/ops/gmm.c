@@ -112,9 +112,9 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
     const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0, add = (run->flags & FMOE_ADD_DX) != 0;
     FMOE_TRY(group(p, a, a->dy, run, &b));
     /* f32 dy beside bf16 x and w (the router): all of it in f32. */
-    const fmoe_cpu_plan wide = fmoe_cpu_wide(fmoe_cpu(p));
+    const fmoe_cpu_plan f32 = fmoe_cpu_f32(fmoe_cpu(p));
     const fmoe_rows dy = rows_of(a, a->dy);
-    const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &wide;
+    const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &f32;
     if (a->dx) {
         gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
         const fmoe_gemm_job job = {.p = p,

@@ -135,12 +135,12 @@ void check_store_block(const check_kernel *k, int64_t index)
     const int64_t m = index < 8 ? index : check_below(30),
                   n = CHECK_PICK(FMOE_NB, FMOE_NB, FMOE_NB / 2, check_below(FMOE_NB + 1));
     const int64_t gap = check_below(2) ? 0 : CHECK_PICK(1, 7, 16, 64 - n % 64);
-    const bool past = check_below(2);
-    check_note("m=%" PRId64 " n=%" PRId64 " gap=%" PRId64 "%s", m, n, gap, past ? " past the cache" : "");
+    const bool nontemporal = check_below(2);
+    check_note("m=%" PRId64 " n=%" PRId64 " gap=%" PRId64 "%s", m, n, gap, nontemporal ? " past the cache" : "");
     fmoe_tensor *dst = check_rows(dtype, m, n, gap);
     float *c = floats(m * FMOE_NB);
     for (int64_t i = 0; i < m * FMOE_NB; i++) c[i] = awkward(dtype == FMOE_BF16);
-    store(dst->data, n + gap, c, m, n, past);
+    store(dst->data, n + gap, c, m, n, nontemporal);
     for (int64_t i = 0; i < m * n && !check_failed(); i++) {
         const float x = c[i / n * FMOE_NB + i % n];
         const double got = check_get(dst, i);

@@ -160,20 +160,22 @@ void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 /* ---- blocks of sums to memory ---- */
 
 /* Past the cache only what is whole lines. A worker puts a fence after all of its stores (parallel.c). */
-INLINE void store_block(const int type, char *to, int64_t stride, const float *c, int64_t m, int64_t n, bool past)
+INLINE void store_block(const int type, char *to, int64_t stride, const float *c, int64_t m, int64_t n,
+                        bool nontemporal)
 {
     const int64_t bytes = bytes_of(type);
-    past = past && n % STEP == 0 && n * bytes % 64 == 0 && (uintptr_t)to % 64 == 0 && stride * bytes % 64 == 0;
+    nontemporal =
+        nontemporal && n % STEP == 0 && n * bytes % 64 == 0 && (uintptr_t)to % 64 == 0 && stride * bytes % 64 == 0;
     for (; m > 0; m--, to += stride * bytes, c += FMOE_NB)
-        if (past)
+        if (nontemporal)
             for (int64_t j = 0; j < n; j += STEP) store2(type, to + j * bytes, load2(FMOE_F32, c + j), true);
         else convert(type, to, FMOE_F32, c, n);
 }
 
 #define STORE_BLOCK(name, type)                                                                                        \
-    void NAME(name)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool past)                        \
+    void NAME(name)(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool nontemporal)                 \
     {                                                                                                                  \
-        store_block(type, dst, stride, c, m, n, past);                                                                 \
+        store_block(type, dst, stride, c, m, n, nontemporal);                                                          \
     }
 STORE_BLOCK(fmoe_store_block_f32, FMOE_F32)
 STORE_BLOCK(fmoe_store_block_bf16, FMOE_BF16)

@@ -101,7 +101,7 @@ typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const fmoe_act_row
 
 /* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. `past`: whole cache lines bypass
  * the cache, as a weight gradient's do, which is written once and not read soon. */
-typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool past);
+typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool nontemporal);
 
 /* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
  * i < m. `left` is panels of 64 columns, one after another, or as pack_wgrad_left makes it where a level has that.

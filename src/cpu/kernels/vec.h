@@ -60,9 +60,9 @@ enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 INLINE vec at_most(vec x, float top) { return _mm512_min_ps(_mm512_set1_ps(top), x); }
 INLINE vec at_least(vec x, float bottom) { return _mm512_max_ps(_mm512_set1_ps(bottom), x); }
 INLINE float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
-INLINE void put(void *p, vec x, const bool past)
+INLINE void put(void *p, vec x, const bool nontemporal)
 {
-    if (past) _mm512_stream_ps(p, x);
+    if (nontemporal) _mm512_stream_ps(p, x);
     else _mm512_storeu_ps(p, x);
 }
 
@@ -121,9 +121,9 @@ INLINE float sum_of(vec x)
 #if defined(__AVX2__)
 INLINE vec at_most(vec x, float top) { return _mm256_min_ps(_mm256_set1_ps(top), x); }
 INLINE vec at_least(vec x, float bottom) { return _mm256_max_ps(_mm256_set1_ps(bottom), x); }
-INLINE void put(void *p, vec x, const bool past)
+INLINE void put(void *p, vec x, const bool nontemporal)
 {
-    if (past) _mm256_stream_ps(p, x);
+    if (nontemporal) _mm256_stream_ps(p, x);
     else _mm256_storeu_ps(p, x);
 }
 INLINE vec2 f16_widen(vec x)
@@ -153,9 +153,9 @@ typedef struct shorts2 {
 } shorts2;
 INLINE vec at_most(vec x, float top) { return above(x, top, splat(top), x); }
 INLINE vec at_least(vec x, float bottom) { return choose(x < bottom, splat(bottom), x); }
-INLINE void put(void *p, vec x, const bool past)
+INLINE void put(void *p, vec x, const bool nontemporal)
 {
-    (void)past;
+    (void)nontemporal;
     memcpy(p, &x, sizeof x);
 }
 INLINE vec2 bf16_widen(vec x)
@@ -205,15 +205,15 @@ INLINE vec2 load2(int type, const void *p)
     return (vec2){{load(p), load((const float *)p + LANES)}};
 }
 
-INLINE void store2(int type, void *p, vec2 x, const bool past)
+INLINE void store2(int type, void *p, vec2 x, const bool nontemporal)
 {
     if (type == FMOE_BF16) {
-        put(p, bf16_of(x), past);
+        put(p, bf16_of(x), nontemporal);
     } else if (type == FMOE_F16) {
-        put(p, f16_of(x), past);
+        put(p, f16_of(x), nontemporal);
     } else {
-        put(p, x.v[0], past);
-        put((float *)p + LANES, x.v[1], past);
+        put(p, x.v[0], nontemporal);
+        put((float *)p + LANES, x.v[1], nontemporal);
     }
 }
 

@@ -42,10 +42,10 @@ typedef struct up_ctx {
     fmoe_act_params act;
     char *h, *a;
     bool whole;
-    bool past; /* h goes past the cache: it is too large to stay there until the backward */
+    bool nontemporal; /* h goes past the cache: it is too large to stay there until the backward */
 } up_ctx;
 
-enum { PAST_CACHE = 1 << 20 }; /* bytes; all weights are read in between: 0.3 % of forward and backward */
+enum { NONTEMPORAL_BYTES = 1 << 20 }; /* bytes; all weights are read in between: 0.3 % of forward and backward */
 
 /* The bias of a block's 64 columns, in their order; n elements of each half. */
 static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float *bias)
@@ -84,8 +84,8 @@ static void up_epilogue(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t
     }
     const float *const v = u->p->gated ? c + FMOE_NB / 2 : c;
     char *const h = u->h + (row * h_cols + i0) * he, *const h_up = h + (u->p->gated ? I * he : 0);
-    if (u->h && u->p->gated) fmoe_store_block(k, dtype)(h, h_cols, c, rows, ni, u->past);
-    if (u->h) fmoe_store_block(k, dtype)(h_up, h_cols, v, rows, ni, u->past);
+    if (u->h && u->p->gated) fmoe_store_block(k, dtype)(h, h_cols, c, rows, ni, u->nontemporal);
+    if (u->h) fmoe_store_block(k, dtype)(h_up, h_cols, v, rows, ni, u->nontemporal);
     if (u->a) k->act_block(&u->act, c, v, rows, ni, u->a + (row * I + i0) * we, I, work);
 }
 
@@ -97,7 +97,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     fmoe_stack w1[2] = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)};
     if (args->w.packed) w1[0] = w1[1] = fmoe_packed_w1(p, args->w.packed, &whole);
     up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = fmoe_act_of(p), .h = h, .a = a, .whole = whole};
-    ctx.past = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= PAST_CACHE;
+    ctx.nontemporal = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= NONTEMPORAL_BYTES;
     fmoe_gemm_job job = {.p = p,
                          .cpu = fmoe_cpu(p),
                          .g = g,

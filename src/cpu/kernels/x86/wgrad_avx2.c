@@ -11,7 +11,7 @@
 enum { NR = 16 }; /* columns of a strip, of either panel */
 
 /* 16 columns of mr rows: to lines of memory, or to rows that are read again soon. */
-static inline __attribute__((always_inline)) void tile(const int mr, const bool past, int64_t kc, const float *a,
+static inline __attribute__((always_inline)) void tile(const int mr, const bool nontemporal, int64_t kc, const float *a,
                                                        const float *b, const float *c, float *to, int64_t stride)
 {
     __m256 acc[FMOE_MR][2];
@@ -31,21 +31,22 @@ static inline __attribute__((always_inline)) void tile(const int mr, const bool 
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             if (c) acc[i][j] = _mm256_add_ps(_mm256_loadu_ps(c + i * FMOE_NB + 8 * j), acc[i][j]);
-            if (past) _mm256_stream_ps(to + i * stride + 8 * j, acc[i][j]);
+            if (nontemporal) _mm256_stream_ps(to + i * stride + 8 * j, acc[i][j]);
             else _mm256_storeu_ps(to + i * stride + 8 * j, acc[i][j]);
         }
 }
 
-static inline __attribute__((always_inline)) void any_tile(int64_t mr, const bool past, int64_t kc, const float *a,
-                                                           const float *b, const float *c, float *to, int64_t stride)
+static inline __attribute__((always_inline)) void any_tile(int64_t mr, const bool nontemporal, int64_t kc,
+                                                           const float *a, const float *b, const float *c, float *to,
+                                                           int64_t stride)
 {
     switch (mr) {
-    case 1: tile(1, past, kc, a, b, c, to, stride); break;
-    case 2: tile(2, past, kc, a, b, c, to, stride); break;
-    case 3: tile(3, past, kc, a, b, c, to, stride); break;
-    case 4: tile(4, past, kc, a, b, c, to, stride); break;
-    case 5: tile(5, past, kc, a, b, c, to, stride); break;
-    default: tile(6, past, kc, a, b, c, to, stride); break;
+    case 1: tile(1, nontemporal, kc, a, b, c, to, stride); break;
+    case 2: tile(2, nontemporal, kc, a, b, c, to, stride); break;
+    case 3: tile(3, nontemporal, kc, a, b, c, to, stride); break;
+    case 4: tile(4, nontemporal, kc, a, b, c, to, stride); break;
+    case 5: tile(5, nontemporal, kc, a, b, c, to, stride); break;
+    default: tile(6, nontemporal, kc, a, b, c, to, stride); break;
     }
 }
 

@@ -32,7 +32,7 @@ int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool lora)
  * either way, with chunks of either length: then one. */
 int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks, int64_t tasks)
 {
-    if (cpu->gather || w->packed.block) return 1;
+    if (cpu->gather || w->prepacked.block) return 1;
     for (int i = 0; i < n_w; i++)
         for (int64_t e = 0; e < (w[i].list ? E : 1); e++) {
             const fmoe_view v = fmoe_stack_at(&w[i], e);
@@ -107,7 +107,7 @@ void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, cons
 
 /* ---- packed weights: the panels of a block, chunk after chunk ---- */
 
-bool fmoe_is_packed(const fmoe_step *s) { return s->v[0].block != 0; }
+bool fmoe_is_prepacked(const fmoe_step *s) { return s->v[0].block != 0; }
 
 /* Bytes of the panels of the first k0 of k, whole chunks. */
 static int64_t panels_before(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype, int64_t k0)
@@ -116,20 +116,20 @@ static int64_t panels_before(const fmoe_cpu_plan *cpu, const fmoe_view *v, int d
     return fmoe_chunk_bytes(cpu, &before);
 }
 
-const char *fmoe_packed_at(const fmoe_cpu_plan *cpu, const fmoe_step *s)
+const char *fmoe_prepacked_at(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     const fmoe_view *v = &s->v[0];
     return v->p + s->n0 / (FMOE_NB / s->n_v) * v->block + panels_before(cpu, v, s->dtype, s->k0);
 }
 
-int64_t fmoe_packed_block(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype)
+int64_t fmoe_prepacked_block_bytes(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype)
 {
     const int64_t chunk = fmoe_chunk_of(cpu, v, false), last = (v->K - 1) / chunk * chunk;
     return panels_before(cpu, v, dtype, last) + panels_before(cpu, v, dtype, v->K - last);
 }
 
-void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
-                     const void **pointers)
+void fmoe_prepack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
+                        const void **pointers)
 {
     const fmoe_scratch scratch = {.pointers = pointers};
     const int64_t chunk = fmoe_chunk_of(cpu, &v[0], false);

@@ -43,9 +43,9 @@ void fmoe_grouped_gemm(const fmoe_gemm_job *job);
 
 /* A block of 64 columns, packed as these products read it (prepacked.c): its bytes over all of K, and itself; columns
  * [n0, ...) of one matrix, or 32 of each of two. `pointers`: room for FMOE_KC_PAIRS. */
-int64_t fmoe_packed_block(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype);
-void fmoe_pack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
-                     const void **pointers);
+int64_t fmoe_prepacked_block_bytes(const fmoe_cpu_plan *cpu, const fmoe_view *v, int dtype);
+void fmoe_prepack_block(const fmoe_cpu_plan *cpu, const fmoe_view v[2], int n_v, int dtype, int64_t n0, char *panels,
+                        const void **pointers);
 
 /* out[t, n] = sum over the rows r of token t, in order of their experts, of p[r] * sum_k A[r,k] W[e(r)][n,k]. Each task
  * owns 64 columns of a range of tokens and adds up in f32. With two stacks, k runs through the first, then through the

@@ -26,7 +26,7 @@ static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, c
 {
     const char *half[2];
     if (g->R > (cpu->intel ? 10 : 7) * g->active || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
-    if (fmoe_is_packed(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !halves(s, half))
+    if (fmoe_is_prepacked(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !halves(s, half))
         return NULL;
     return cpu->pairs ? cpu->k.gemm_kmajor_few_rows_bf16 : cpu->k.gemm_kmajor_few_rows_f32;
 }
@@ -68,7 +68,7 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
 {
     enum { LINE = 64 };
     fmoe_walk *w = &overlap->prefetch;
-    w->at = w->half[0] = fmoe_packed_at(cpu, s);
+    w->at = w->half[0] = fmoe_prepacked_at(cpu, s);
     w->step = LINE;
     w->advance = 8 * LINE;
     w->left = fmoe_chunk_bytes(cpu, s) / w->advance;
@@ -84,7 +84,8 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
 /* Multiplied where it lies (gemm_nmajor_inplace): columns that are neighbours, whole panels of them. */
 static fmoe_gemm_nmajor_inplace_fn *nmajor_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
-    const bool regular = !cpu->gather && !fmoe_is_packed(s) && s->n_v == 1 && !fmoe_is_kmajor(s) && s->n % FMOE_NB == 0;
+    const bool regular =
+        !cpu->gather && !fmoe_is_prepacked(s) && s->n_v == 1 && !fmoe_is_kmajor(s) && s->n % FMOE_NB == 0;
     if (!regular || s->a->dtype != cpu->work_type) return NULL;
     if (s->dtype != cpu->work_type)
         return cpu->pairs             ? NULL
@@ -95,7 +96,7 @@ static fmoe_gemm_nmajor_inplace_fn *nmajor_kernel(const fmoe_cpu_plan *cpu, cons
 
 static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
-    return !fmoe_is_packed(s) && !nmajor_kernel(cpu, s) && !few_rows_kernel(cpu, g, s);
+    return !fmoe_is_prepacked(s) && !nmajor_kernel(cpu, s) && !few_rows_kernel(cpu, g, s);
 }
 
 /* Let it fetch the lines of panel j of such a step. */
@@ -284,14 +285,14 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
         if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
         return now;
     }
-    fmoe_overlap overlap = {.batched = l->cpu->intel, .prefetch_again = fmoe_is_packed(now) && now->rows < FEW_ROWS};
+    fmoe_overlap overlap = {.batched = l->cpu->intel, .prefetch_again = fmoe_is_prepacked(now) && now->rows < FEW_ROWS};
     if (pack && fmoe_has_kmajor_panel(l->cpu, now) == fmoe_has_kmajor_panel(l->cpu, then))
         overlap_pack(l->cpu, then, l->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
-    if (l->n > 1 && fmoe_is_packed(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);
-    else if (l->n > 2 && fmoe_is_packed(after)) overlap_prefetch_prepacked(l->cpu, after, now->rows, &overlap);
+    if (l->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);
+    else if (l->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(l->cpu, after, now->rows, &overlap);
     else if (l->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
-    multiply(l, now, fmoe_is_packed(now) ? fmoe_packed_at(l->cpu, now) : l->panel[0], &overlap);
+    multiply(l, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(l->cpu, now) : l->panel[0], &overlap);
     if (whole || overlap.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
     return now;
 }

@@ -37,8 +37,8 @@ bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 int64_t fmoe_panels_in(const fmoe_step *s);
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
 void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const fmoe_step *s, char *panel);
-bool fmoe_is_packed(const fmoe_step *s); /* beforehand (prepacked.c) */
-const char *fmoe_packed_at(const fmoe_cpu_plan *cpu, const fmoe_step *s);
+bool fmoe_is_prepacked(const fmoe_step *s); /* beforehand (prepacked.c) */
+const char *fmoe_prepacked_at(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 
 /* ---- pipeline.c ---- */
 

@@ -5,8 +5,8 @@
 
 fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
 {
-    if (s->packed.block) {
-        fmoe_view packed = s->packed;
+    if (s->prepacked.block) {
+        fmoe_view packed = s->prepacked;
         packed.p += e * s->expert;
         return packed;
     }

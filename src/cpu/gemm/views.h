@@ -22,7 +22,7 @@ typedef struct fmoe_stack {
     bool swap;         /* exchange the roles of N and K */
     int64_t row, rows; /* only rows [row, row+rows) of the stored N dimension: one half of W1. rows 0: all */
     int dtype;
-    fmoe_view packed; /* of expert 0, where its block is not 0; the others `expert` bytes on, each */
+    fmoe_view prepacked; /* of expert 0, where its block is not 0; the others `expert` bytes on, each */
     int64_t expert;
 } fmoe_stack;
 

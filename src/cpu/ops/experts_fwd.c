@@ -95,7 +95,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     bool whole = fmoe_w1_whole(p, &args->w);
     const fmoe_rows x = fmoe_rows_of(args->x, g->token);
     fmoe_stack w1[2] = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)};
-    if (args->w.packed) w1[0] = w1[1] = fmoe_packed_w1(p, args->w.packed, &whole);
+    if (args->w.packed) w1[0] = w1[1] = fmoe_prepacked_w1(p, args->w.packed, &whole);
     up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = fmoe_act_of(p), .h = h, .a = a, .whole = whole};
     ctx.nontemporal = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= NONTEMPORAL_BYTES;
     fmoe_gemm_job job = {.p = p,
@@ -162,7 +162,7 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                              .g = &b.g,
                              .scratch = b.scratch,
                              .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
-                             .w = {args->w.packed ? fmoe_packed_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
+                             .w = {args->w.packed ? fmoe_prepacked_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
                              .n_w = 1,
                              .weights = args->weights,
                              .bias = args->w.b2,

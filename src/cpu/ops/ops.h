@@ -54,8 +54,8 @@ fmoe_weights fmoe_lora_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups
 fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes);
 fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, const fmoe_run *run);
 fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);
-fmoe_stack fmoe_packed_w1(const fmoe_plan_impl *p, const void *packed, bool *whole);
-fmoe_stack fmoe_packed_w2(const fmoe_plan_impl *p, const void *packed);
+fmoe_stack fmoe_prepacked_w1(const fmoe_plan_impl *p, const void *packed, bool *whole);
+fmoe_stack fmoe_prepacked_w2(const fmoe_plan_impl *p, const void *packed);
 bool fmoe_w1_whole(const fmoe_plan_impl *p,
                    const fmoe_weights *w); /* one stack in stored order: interleaved or ungated */
 

@@ -41,7 +41,7 @@ static matrix matrix_of(const fmoe_plan_impl *p, int64_t N, int64_t K, int n_v, 
 {
     matrix m = {.v = {.N = N, .K = K, .sn = kmajor ? K : 1, .sk = kmajor ? 1 : 2}, .n_v = n_v};
     m.blocks = fmoe_ceil_div(N, FMOE_NB / n_v);
-    m.v.block = fmoe_packed_block(fmoe_cpu(p), &m.v, p->d.dtype);
+    m.v.block = fmoe_prepacked_block_bytes(fmoe_cpu(p), &m.v, p->d.dtype);
     return m;
 }
 
@@ -114,8 +114,8 @@ static void pack_worker(void *arg, int worker)
         const int64_t index = up ? task : task - first, e = index / m->blocks, block = index % m->blocks;
         const fmoe_view v[2] = {fmoe_stack_at(up ? &run->w1[0] : &run->w2, e),
                                 fmoe_stack_at(up ? &run->w1[1] : &run->w2, e)};
-        fmoe_pack_block(fmoe_cpu(p), v, (int)m->n_v, p->d.dtype, block * (FMOE_NB / m->n_v),
-                        (up ? run->panels1 : run->panels2) + e * m->expert + block * m->columns, pointers);
+        fmoe_prepack_block(fmoe_cpu(p), v, (int)m->n_v, p->d.dtype, block * (FMOE_NB / m->n_v),
+                           (up ? run->panels1 : run->panels2) + e * m->expert + block * m->columns, pointers);
     }
 }
 
@@ -216,12 +216,12 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
 
 static fmoe_stack stack_of(const fmoe_plan_impl *p, const matrix *m, const char *panels)
 {
-    fmoe_stack s = {.dtype = p->d.dtype, .packed = m->v, .expert = m->expert};
-    s.packed.p = (char *)(uintptr_t)panels; /* read only */
+    fmoe_stack s = {.dtype = p->d.dtype, .prepacked = m->v, .expert = m->expert};
+    s.prepacked.p = (char *)(uintptr_t)panels; /* read only */
     return s;
 }
 
-fmoe_stack fmoe_packed_w1(const fmoe_plan_impl *p, const void *packed, bool *whole)
+fmoe_stack fmoe_prepacked_w1(const fmoe_plan_impl *p, const void *packed, bool *whole)
 {
     const header *h = packed;
     *whole = h->whole;
@@ -229,7 +229,7 @@ fmoe_stack fmoe_packed_w1(const fmoe_plan_impl *p, const void *packed, bool *who
     return stack_of(p, &m, (const char *)(h + 1));
 }
 
-fmoe_stack fmoe_packed_w2(const fmoe_plan_impl *p, const void *packed)
+fmoe_stack fmoe_prepacked_w2(const fmoe_plan_impl *p, const void *packed)
 {
     const header *h = packed;
     const matrix m1 = matrix1(p, h->whole, h->kmajor1), m2 = matrix2(p, h->kmajor2);

@@ -5,7 +5,7 @@
 
 #include "cpu/ops/ops.h"
 
-static fmoe_status plan_init(fmoe_plan_impl *p)
+static fmoe_status cpu_plan_init(fmoe_plan_impl *p)
 {
     fmoe_cpu_plan *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fmoe_fail(FMOE_ERR_NOMEM, "a CPU plan of %zu bytes could not be allocated", sizeof *cpu);
@@ -22,9 +22,9 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     return FMOE_OK;
 }
 
-static void plan_fini(fmoe_plan_impl *p) { free(p->priv); }
+static void cpu_plan_fini(fmoe_plan_impl *p) { free(p->priv); }
 
-static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+static fmoe_status cpu_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
     fmoe_carve c = fmoe_carve_begin(NULL, 64);
     *saved = 0;
@@ -48,7 +48,7 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
     return FMOE_OK;
 }
 
-static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
+static size_t cpu_describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
     const fmoe_cpu_plan *cpu = fmoe_cpu(p);
     static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
@@ -69,10 +69,10 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 const fmoe_backend fmoe_backend_cpu = {
     .version = FMOE_BACKEND_VERSION,
     .name = "cpu",
-    .plan_init = plan_init,
-    .plan_fini = plan_fini,
-    .bytes = bytes,
-    .describe = describe,
+    .plan_init = cpu_plan_init,
+    .plan_fini = cpu_plan_fini,
+    .bytes = cpu_bytes,
+    .describe = cpu_describe,
     .route = {fmoe_cpu_route_forward, fmoe_cpu_route_backward},
     .permute = {fmoe_cpu_permute_forward, fmoe_cpu_permute_backward},
     .unpermute = {fmoe_cpu_unpermute_forward, fmoe_cpu_unpermute_backward},

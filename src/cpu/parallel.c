@@ -250,7 +250,7 @@ typedef struct parts_run {
 static void parts_worker(void *arg, int worker)
 {
     const parts_run *run = arg;
-    const int first = run->n > 1 && !run->parts[1].brief ? worker % 2 : 0;
+    const int first = run->n > 1 && !run->parts[1].never_first ? worker % 2 : 0;
     for (int i = 0; i < run->n; i++) {
         const fmoe_part *part = &run->parts[(i + first) % run->n];
         part->fn(part->arg, worker);

@@ -21,7 +21,7 @@ void fmoe_parallel(const fmoe_plan_impl *p, void (*fn)(void *arg, int worker), v
 typedef struct fmoe_part {
     void (*fn)(void *arg, int worker);
     void *arg;
-    bool brief; /* nobody begins with it: whoever did would come late to a part of few long tasks */
+    bool never_first; /* nobody begins with it: whoever did would come late to a part of few long tasks */
 } fmoe_part;
 
 void fmoe_parallel_parts(const fmoe_plan_impl *p, const fmoe_part *parts, int n);

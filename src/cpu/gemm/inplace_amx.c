@@ -74,7 +74,7 @@ typedef struct gather_run {
     size_t bytes;
 } gather_run;
 
-static void gather_rows(void *ctx, int64_t begin, int64_t end)
+static void copy_gathered_rows(void *ctx, int64_t begin, int64_t end)
 {
     const gather_run *run = ctx;
     for (int64_t r = begin; r < end; r++)
@@ -85,7 +85,7 @@ fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
 {
     if (!g->gathered || !a->index || K > g->gathered_k) return *a;
     gather_run run = {g, a, (size_t)K * fmoe_dtype_size(a->dtype)};
-    fmoe_for_rows(p, g->R, 16, gather_rows, &run);
+    fmoe_for_rows(p, g->R, 16, copy_gathered_rows, &run);
     return fmoe_rows_buffer(g->gathered, K, a->dtype);
 }
 

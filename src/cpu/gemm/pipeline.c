@@ -176,7 +176,7 @@ fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g
 }
 
 /* The rows of A that a step multiplies, `from` and so many of them. */
-static void point(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
+static void point_at_rows(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
 {
     fmoe_point(s->a, l->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype), a);
 }
@@ -192,7 +192,7 @@ static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fm
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
     const bool many = s->rows >= MANY_ROWS && !l->cpu->intel;
     const void *a[FMOE_TASK_ROWS];
-    point(l, s, 0, s->rows, a);
+    point_at_rows(l, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
         fmoe_overlap overlap = {.batched = l->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
@@ -216,7 +216,7 @@ static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const 
     const void *a[FMOE_TASK_ROWS];
     halves(s, w);
     if (then && few_rows_kernel(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
-    point(l, s, 0, s->rows, a);
+    point_at_rows(l, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
         fmoe_walk prefetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
@@ -231,7 +231,7 @@ static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const 
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
-static void multiply(const fmoe_pipeline *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
+static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
     const fmoe_cpu_plan *cpu = l->cpu;
     fmoe_gemm_fn *gemm = fmoe_has_kmajor_panel(cpu, s) ? cpu->pairs ? cpu->k.gemm_kmajor_bf16 : cpu->k.gemm_kmajor_f32
@@ -243,7 +243,7 @@ static void multiply(const fmoe_pipeline *l, const fmoe_step *s, const char *pan
     int64_t calls = fmoe_ceil_div(s->rows, block) * panels;
     for (int64_t r = 0; r < s->rows; r += block) {
         const int64_t rows = fmoe_min(block, s->rows - r);
-        point(l, s, r, rows, a);
+        point_at_rows(l, s, r, rows, a);
         for (int64_t i = 0; i < rows && widen; i++) {
             float *row_f32 = l->scratch->widened + i * FMOE_KC;
             fmoe_load_row(&cpu->k, s->a->dtype, row_f32, a[i], s->kc);
@@ -292,7 +292,7 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
     if (l->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);
     else if (l->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(l->cpu, after, now->rows, &overlap);
     else if (l->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
-    multiply(l, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(l->cpu, now) : l->panel[0], &overlap);
+    multiply_panels(l, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(l->cpu, now) : l->panel[0], &overlap);
     if (whole || overlap.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
     return now;
 }

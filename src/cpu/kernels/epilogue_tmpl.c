@@ -52,12 +52,12 @@ INLINE void forward_any(const int act, const params p, const act_block *x)
     }
 }
 
-static __attribute__((noinline)) void forward_rows(const fmoe_act_params *act, const act_block *x)
+static __attribute__((noinline)) void NAME(forward_rows)(const fmoe_act_params *act, const act_block *x)
 {
     forward_any(act->act, (params){act->alpha, act->limit, 0}, x);
 }
 
-static __attribute__((noinline)) void forward_in_steps(const fmoe_act_params *act, const act_block *x)
+static __attribute__((noinline)) void NAME(forward_in_steps)(const fmoe_act_params *act, const act_block *x)
 {
     forward_any(act->act, (params){act->alpha, rounded(act->steps, splat(act->limit))[0], act->steps}, x);
 }
@@ -65,7 +65,8 @@ static __attribute__((noinline)) void forward_in_steps(const fmoe_act_params *ac
 void NAME(fmoe_act_block)(const fmoe_act_params *act, const float *g, const float *u, int64_t m, int64_t n, void *a,
                           int64_t stride, int type)
 {
-    void (*const rows)(const fmoe_act_params *, const act_block *) = act->steps ? forward_in_steps : forward_rows;
+    void (*const rows)(const fmoe_act_params *, const act_block *) =
+        act->steps ? NAME(forward_in_steps) : NAME(forward_rows);
     const act_block x = {g, u, m, n, a, stride * bytes_of(type), type};
     if (n % STEP == 0) {
         rows(act, &x);
@@ -123,7 +124,7 @@ INLINE void backward(act_fn *fn, const bool gated, const fmoe_act_params *act, c
     }
 }
 
-static __attribute__((noinline)) void backward_rows(const fmoe_act_params *act, const fmoe_act_rows *x)
+static __attribute__((noinline)) void NAME(backward_rows)(const fmoe_act_params *act, const fmoe_act_rows *x)
 {
 #define BACKWARD(id, gated, fn)                                                                                        \
     case id: backward(fn, gated, act, x); return;
@@ -136,7 +137,7 @@ static __attribute__((noinline)) void backward_rows(const fmoe_act_params *act, 
 void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 {
     if (x->n % STEP == 0) {
-        backward_rows(act, x);
+        NAME(backward_rows)(act, x);
         return;
     }
     const bool gated = act->act < FMOE_ACT_SILU;
@@ -150,7 +151,7 @@ void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
         memcpy(da, x->da + r * FMOE_NB, (size_t)x->n * sizeof *da);
         const fmoe_act_rows row = {1, whole_steps(x->n), g,       u,  dg,       du,        pa, 0, 0,
                                    0, x->h_type,         x->type, da, x->p + r, x->dot + r};
-        backward_rows(act, &row);
+        NAME(backward_rows)(act, &row);
         if (gated) memcpy((char *)x->dg + dh_at, dg, bytes);
         memcpy((char *)x->du + dh_at, du, bytes);
         memcpy((char *)x->pa + r * x->pa_stride * e, pa, bytes);

@@ -17,11 +17,6 @@ enum { LANES = 4 };
 #endif
 enum { STEP = 2 * LANES }; /* values at a time: 16 bits of each are a register */
 
-/* Names of kernels: files are compiled once per level, which the build gives. */
-#define CAT_(a, b) a##_##b
-#define CAT(a, b) CAT_(a, b)
-#define NAME(base) CAT(base, FMOE_ISA)
-
 #if defined(FMOE_SANITIZED) /* checks inlined everywhere take ten times as long to compile */
 #define INLINE static inline
 #else

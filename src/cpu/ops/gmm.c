@@ -7,7 +7,7 @@ typedef struct gmm_buffers {
     fmoe_scratch *scratch;
 } gmm_buffers;
 
-static void carve(const fmoe_plan_impl *p, fmoe_carve *c, gmm_buffers *b)
+static void gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c, gmm_buffers *b)
 {
     fmoe_groups_carve(&b->g, c, p->d.E, 0);
     b->scratch = fmoe_carve_take(c, fmoe_cpu(p)->threads, sizeof *b->scratch);
@@ -17,14 +17,14 @@ static void carve(const fmoe_plan_impl *p, fmoe_carve *c, gmm_buffers *b)
 void fmoe_cpu_gmm_carve(const fmoe_plan_impl *p, fmoe_carve *c)
 {
     gmm_buffers b;
-    carve(p, c, &b);
+    gmm_carve(p, c, &b);
 }
 
-static fmoe_status group(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_tensor *rows, const fmoe_run *run,
-                         gmm_buffers *b)
+static fmoe_status gmm_groups(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_tensor *rows,
+                              const fmoe_run *run, gmm_buffers *b)
 {
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    carve(p, &c, b);
+    gmm_carve(p, &c, b);
     if (!a->list) return fmoe_groups_from_sizes(&b->g, a->sizes, a->cumulative, rows->shape[0]);
     b->g.off[0] = b->g.R = b->g.active = 0;
     for (int64_t e = 0; e < p->d.E; e++) {
@@ -36,14 +36,14 @@ static fmoe_status group(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const 
     return FMOE_OK;
 }
 
-static fmoe_rows rows_of(const fmoe_gmm_args *a, const fmoe_tensor *t)
+static fmoe_rows gmm_rows(const fmoe_gmm_args *a, const fmoe_tensor *t)
 {
     fmoe_rows r = {.list = t, .dtype = fmoe_tensor_dtype(t)};
     return a->list ? r : fmoe_rows_of(t, NULL);
 }
 
 /* w is [K,N] where products want [N,K]: swap. */
-static fmoe_stack stack_of(const fmoe_gmm_args *a, const fmoe_tensor *w, bool swap)
+static fmoe_stack gmm_stack(const fmoe_gmm_args *a, const fmoe_tensor *w, bool swap)
 {
     return (fmoe_stack){.t = w, .list = a->list, .swap = swap, .dtype = fmoe_tensor_dtype(w)};
 }
@@ -83,14 +83,14 @@ static void gmm_epilogue(void *arg, int64_t e, int64_t row, int64_t rows, int64_
 fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run)
 {
     gmm_buffers b;
-    FMOE_TRY(group(p, a, a->x, run, &b));
-    gmm_epilogue_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = rows_of(a, a->y), .bias = a->bias, .list = a->list};
+    FMOE_TRY(gmm_groups(p, a, a->x, run, &b));
+    gmm_epilogue_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = gmm_rows(a, a->y), .bias = a->bias, .list = a->list};
     const fmoe_gemm_job job = {.p = p,
                                .cpu = fmoe_cpu(p),
                                .g = &b.g,
                                .scratch = b.scratch,
-                               .a = rows_of(a, a->x),
-                               .w = {stack_of(a, a->w, true)},
+                               .a = gmm_rows(a, a->x),
+                               .w = {gmm_stack(a, a->w, true)},
                                .n_w = 1,
                                .epilogue = gmm_epilogue,
                                .ctx = &ctx};
@@ -110,19 +110,19 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
 {
     gmm_buffers b;
     const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0, add = (run->flags & FMOE_ADD_DX) != 0;
-    FMOE_TRY(group(p, a, a->dy, run, &b));
+    FMOE_TRY(gmm_groups(p, a, a->dy, run, &b));
     /* f32 dy beside bf16 x and w (the router): all of it in f32. */
     const fmoe_cpu_plan f32 = fmoe_cpu_f32(fmoe_cpu(p));
-    const fmoe_rows dy = rows_of(a, a->dy);
+    const fmoe_rows dy = gmm_rows(a, a->dy);
     const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &f32;
     if (a->dx) {
-        gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = rows_of(a, a->dx), .list = a->list, .add = add};
+        gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = gmm_rows(a, a->dx), .list = a->list, .add = add};
         const fmoe_gemm_job job = {.p = p,
                                    .cpu = cpu,
                                    .g = &b.g,
                                    .scratch = b.scratch,
                                    .a = dy,
-                                   .w = {stack_of(a, a->w, false)},
+                                   .w = {gmm_stack(a, a->w, false)},
                                    .n_w = 1,
                                    .epilogue = gmm_epilogue,
                                    .ctx = &ctx};
@@ -134,9 +134,9 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
                                     .cpu = cpu,
                                     .g = &b.g,
                                     .scratch = b.scratch,
-                                    .a = rows_of(a, a->x),
+                                    .a = gmm_rows(a, a->x),
                                     .b = dy,
-                                    .dw = stack_of(a, a->dw, false),
+                                    .dw = gmm_stack(a, a->dw, false),
                                     .accumulate = accumulate};
         fmoe_wgrad(&job);
     }

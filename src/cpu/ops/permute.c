@@ -10,7 +10,7 @@ typedef struct permute_buffers {
     fmoe_groups g;
 } permute_buffers;
 
-static void carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, permute_buffers *b)
+static void permute_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, permute_buffers *b)
 {
     int64_t R;
     if (__builtin_mul_overflow(T, p->d.k, &R)) {
@@ -23,14 +23,14 @@ static void carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, permute_buf
 void fmoe_cpu_permute_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
 {
     permute_buffers b;
-    carve(p, T, c, &b);
+    permute_carve(p, T, c, &b);
 }
 
-static permute_buffers buffers(const fmoe_plan_impl *p, int64_t T, const fmoe_run *run)
+static permute_buffers permute_buffers_of(const fmoe_plan_impl *p, int64_t T, const fmoe_run *run)
 {
     permute_buffers b;
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    carve(p, T, &c, &b);
+    permute_carve(p, T, &c, &b);
     return b;
 }
 
@@ -70,7 +70,7 @@ typedef struct copy_ctx {
     const fmoe_groups *g;
 } copy_ctx;
 
-static void copy_rows(void *arg, int64_t begin, int64_t end)
+static void permute_rows(void *arg, int64_t begin, int64_t end)
 {
     const copy_ctx *x = arg;
     const size_t bytes = (size_t)x->p->d.H * fmoe_dtype_size(x->p->d.dtype);
@@ -81,7 +81,7 @@ static void copy_rows(void *arg, int64_t begin, int64_t end)
 
 fmoe_status fmoe_cpu_permute_forward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
 {
-    permute_buffers b = buffers(p, a->x->shape[0], run);
+    permute_buffers b = permute_buffers_of(p, a->x->shape[0], run);
     FMOE_TRY(fmoe_groups_from_ids(&b.g, p, a->ids));
     const int map_type = fmoe_tensor_dtype(a->map);
     for (int64_t i = 0; i < a->map->shape[0]; i++) fmoe_set_int(fmoe_data(a->map), map_type, i, -1);
@@ -89,7 +89,7 @@ fmoe_status fmoe_cpu_permute_forward(const fmoe_plan_impl *p, const fmoe_permute
     for (int64_t e = 0; a->counts && e < p->d.E; e++)
         fmoe_set_int(fmoe_data(a->counts), fmoe_tensor_dtype(a->counts), e, b.g.off[e + 1] - b.g.off[e]);
     copy_ctx ctx = {p, a, &b.g};
-    fmoe_for_rows(p, a->xp->shape[0], GRAIN, copy_rows, &ctx);
+    fmoe_for_rows(p, a->xp->shape[0], GRAIN, permute_rows, &ctx);
     return FMOE_OK;
 }
 
@@ -123,7 +123,7 @@ static void gather_rows(void *arg, int64_t begin, int64_t end)
 
 fmoe_status fmoe_cpu_permute_backward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
 {
-    permute_buffers b = buffers(p, a->x->shape[0], run);
+    permute_buffers b = permute_buffers_of(p, a->x->shape[0], run);
     FMOE_TRY(check_map(a->map, a->xp->shape[0], b.g.slot));
     gather_ctx ctx = {p, a->xp, a->map, NULL, a->x};
     fmoe_for_rows(p, a->x->shape[0], GRAIN, gather_rows, &ctx);
@@ -134,7 +134,7 @@ fmoe_status fmoe_cpu_permute_backward(const fmoe_plan_impl *p, const fmoe_permut
 
 fmoe_status fmoe_cpu_unpermute_forward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
 {
-    permute_buffers b = buffers(p, a->out->shape[0], run);
+    permute_buffers b = permute_buffers_of(p, a->out->shape[0], run);
     FMOE_TRY(check_map(a->map, a->y->shape[0], b.g.slot));
     gather_ctx ctx = {p, a->y, a->map, a->weights, a->out};
     fmoe_for_rows(p, a->out->shape[0], GRAIN, gather_rows, &ctx);
@@ -181,7 +181,7 @@ fmoe_status fmoe_cpu_unpermute_backward(const fmoe_plan_impl *p, const fmoe_unpe
     const int64_t T = a->dout->shape[0];
     const fmoe_tensor *rows = a->dy ? a->dy : a->y;
     if (!rows) return FMOE_OK;
-    permute_buffers b = buffers(p, T, run);
+    permute_buffers b = permute_buffers_of(p, T, run);
     FMOE_TRY(check_map(a->map, rows->shape[0], b.g.slot));
     if (a->dy) {
         const size_t bytes = (size_t)p->d.H * fmoe_dtype_size(p->d.dtype);

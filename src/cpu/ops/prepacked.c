@@ -93,18 +93,18 @@ fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes)
 
 /* ---- packing ---- */
 
-typedef struct pack_run {
+typedef struct prepack_run {
     const fmoe_plan_impl *p;
     fmoe_stack w1[2], w2;
     matrix m1, m2;
     char *panels1, *panels2;
     fmoe_tasks tasks;
-} pack_run;
+} prepack_run;
 
-static void pack_worker(void *arg, int worker)
+static void prepack_worker(void *arg, int worker)
 {
     (void)worker;
-    pack_run *run = arg;
+    prepack_run *run = arg;
     const fmoe_plan_impl *p = run->p;
     const int64_t first = run->m1.blocks * p->d.E;
     const void *pointers[FMOE_KC_PAIRS];
@@ -138,7 +138,7 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
     (void)run;
     const bool whole = fmoe_w1_whole(p, &args->w);
     bool kmajor1 = false, kmajor2 = false, up_kmajor = false; /* gcc 16 does not know that E is 1 at the least */
-    pack_run r = {.p = p, .w1 = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}};
+    prepack_run r = {.p = p, .w1 = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}};
     r.w2 = fmoe_w2_stack(&args->w);
     FMOE_TRY(stored_kmajor(p, &r.w1[0], args->w.gate ? "gate" : "up", &kmajor1));
     FMOE_TRY(stored_kmajor(p, &r.w1[1], "up", &up_kmajor));
@@ -151,7 +151,7 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
     r.panels1 = (char *)args->packed + sizeof(header);
     r.panels2 = r.panels1 + p->d.E * r.m1.expert;
     r.tasks.n = p->d.E * (r.m1.blocks + r.m2.blocks);
-    fmoe_parallel(p, pack_worker, &r);
+    fmoe_parallel(p, prepack_worker, &r);
     header h = {.version = LAYOUT_VERSION,
                 .dtype = p->d.dtype,
                 .E = p->d.E,
@@ -214,7 +214,7 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
     return FMOE_OK;
 }
 
-static fmoe_stack stack_of(const fmoe_plan_impl *p, const matrix *m, const char *panels)
+static fmoe_stack prepacked_stack(const fmoe_plan_impl *p, const matrix *m, const char *panels)
 {
     fmoe_stack s = {.dtype = p->d.dtype, .prepacked = m->v, .expert = m->expert};
     s.prepacked.p = (char *)(uintptr_t)panels; /* read only */
@@ -226,12 +226,12 @@ fmoe_stack fmoe_prepacked_w1(const fmoe_plan_impl *p, const void *packed, bool *
     const header *h = packed;
     *whole = h->whole;
     const matrix m = matrix1(p, h->whole, h->kmajor1);
-    return stack_of(p, &m, (const char *)(h + 1));
+    return prepacked_stack(p, &m, (const char *)(h + 1));
 }
 
 fmoe_stack fmoe_prepacked_w2(const fmoe_plan_impl *p, const void *packed)
 {
     const header *h = packed;
     const matrix m1 = matrix1(p, h->whole, h->kmajor1), m2 = matrix2(p, h->kmajor2);
-    return stack_of(p, &m2, (const char *)(h + 1) + p->d.E * m1.expert);
+    return prepacked_stack(p, &m2, (const char *)(h + 1) + p->d.E * m1.expert);
 }

@@ -18,7 +18,7 @@ typedef struct route_scratch {
     int64_t bad_rows;
 } route_scratch;
 
-static route_scratch *carve(const fmoe_plan_impl *p, fmoe_carve *c)
+static route_scratch *route_carve(const fmoe_plan_impl *p, fmoe_carve *c)
 {
     const int threads = fmoe_cpu(p)->threads;
     route_scratch *s = fmoe_carve_take(c, threads, sizeof *s);
@@ -35,7 +35,7 @@ static route_scratch *carve(const fmoe_plan_impl *p, fmoe_carve *c)
     return s;
 }
 
-void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { carve(p, c); }
+void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { route_carve(p, c); }
 
 static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
@@ -79,7 +79,7 @@ static double score_one(int score, double l)
 }
 
 /* Whether numbers of 24 bits that differ have scores that differ by 2^-43 at the least. */
-static bool apart(const double *x, int64_t n)
+static bool scores_differ(const double *x, int64_t n)
 {
     int yes = 1;
     for (int64_t i = 0; i < n; i++)
@@ -101,7 +101,7 @@ static bool score_row(const fmoe_plan_impl *p, const fmoe_tensor *logits, int64_
     }
     for (int64_t e = 0; score >= FMOE_SCORE_SIGMOID && e < p->d.E; e++) s[e] = score_one(score, s[e]);
     if (score == FMOE_SCORE_SOFTMAX)
-        (chosen || (plain && apart(s, p->d.E)) ? fmoe_cpu(p)->k.softmax : softmax)(s, p->d.E);
+        (chosen || (plain && scores_differ(s, p->d.E)) ? fmoe_cpu(p)->k.softmax : softmax)(s, p->d.E);
     return bad || !finite;
 }
 
@@ -282,7 +282,7 @@ fmoe_status fmoe_cpu_route_forward(const fmoe_plan_impl *p, const fmoe_route_arg
     route_run r = {.p = p, .a = a, .replay = (run->flags & FMOE_REPLAY) != 0};
     if (r.replay) FMOE_TRY(check_ids(p, a->ids));
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    r.scratch = carve(p, &c);
+    r.scratch = route_carve(p, &c);
     r.tasks.n = fmoe_ceil_div(a->logits->shape[0], GRAIN);
     fmoe_parallel(p, route_worker, &r);
     if (a->bad_rows) {
@@ -298,7 +298,7 @@ fmoe_status fmoe_cpu_route_backward(const fmoe_plan_impl *p, const fmoe_route_ar
     route_run r = {.p = p, .a = a};
     FMOE_TRY(check_ids(p, a->ids));
     fmoe_carve c = fmoe_carve_begin(run->workspace, 64);
-    r.scratch = carve(p, &c);
+    r.scratch = route_carve(p, &c);
     r.tasks.n = fmoe_ceil_div(a->logits->shape[0], GRAIN);
     fmoe_parallel(p, route_worker, &r);
     return FMOE_OK;

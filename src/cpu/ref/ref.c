@@ -33,7 +33,7 @@ fmoe_status fmoe_ref_check_ids(const fmoe_plan_impl *p, const fmoe_tensor *ids)
 /* A map is an injection of the slots that are not skipped into the rows [0, min(R, T*k)): two slots on one row would
  * make dy[map[s]] = ... ambiguous, and no permutation of T*k slots has a row past T*k. owner [T*k] remembers who took a
  * row. */
-static fmoe_status check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
+static fmoe_status ref_check_map(const fmoe_tensor *map, int64_t R, int64_t *owner)
 {
     const int64_t slots = map->shape[0], rows = fmoe_min(R, slots);
     for (int64_t r = 0; r < slots; r++) owner[r] = -1;
@@ -139,7 +139,7 @@ static fmoe_status permute_backward(const fmoe_plan_impl *p, const fmoe_permute_
 {
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
     const permute_scratch s = permute_carve(p, a->x->shape[0], &c);
-    FMOE_TRY(check_map(a->map, a->xp->shape[0], s.owner));
+    FMOE_TRY(ref_check_map(a->map, a->xp->shape[0], s.owner));
     gather_sum(p, a->xp, a->map, NULL, a->x);
     return FMOE_OK;
 }
@@ -150,7 +150,7 @@ static fmoe_status unpermute_forward(const fmoe_plan_impl *p, const fmoe_unpermu
 {
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
     const permute_scratch s = permute_carve(p, a->out->shape[0], &c);
-    FMOE_TRY(check_map(a->map, a->y->shape[0], s.owner));
+    FMOE_TRY(ref_check_map(a->map, a->y->shape[0], s.owner));
     gather_sum(p, a->y, a->map, a->weights, a->out);
     return FMOE_OK;
 }
@@ -163,7 +163,7 @@ static fmoe_status unpermute_backward(const fmoe_plan_impl *p, const fmoe_unperm
     if (!rows) return FMOE_OK; /* neither gradient was asked for */
     const int64_t T = a->dout->shape[0], k = p->d.k, H = p->d.H, R = rows->shape[0];
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    FMOE_TRY(check_map(a->map, R, permute_carve(p, T, &c).owner));
+    FMOE_TRY(ref_check_map(a->map, R, permute_carve(p, T, &c).owner));
     for (int64_t r = 0; a->dy && r < R; r++) {
         for (int64_t h = 0; h < H; h++) ref_set(ref_row(ref_matrix(a->dy), r), h, 0);
     }
@@ -317,13 +317,11 @@ typedef struct factor {
     double value, slope;
 } factor;
 
-static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
-
 /* g * sigmoid(alpha * g); alpha = 1 is silu. */
-static factor silu(double g, double alpha)
+static factor ref_silu(double g, double alpha)
 {
-    const double s = sigmoid(alpha * g);
-    return (factor){g * s, s + alpha * g * s * sigmoid(-alpha * g)};
+    const double s = ref_sigmoid(alpha * g);
+    return (factor){g * s, s + alpha * g * s * ref_sigmoid(-alpha * g)};
 }
 
 /* g * Phi(g); erfc keeps the digits of the left tail that 1 + erf would cancel. */
@@ -334,41 +332,43 @@ static factor gelu_erf(double g)
 }
 
 /* 0.5 * g * (1 + tanh(z)), z = sqrt(2/pi) * (g + 0.044715 g^3); and 0.5 * (1 + tanh(z)) is sigmoid(2z). */
-static factor gelu_tanh(double g)
+static factor ref_gelu_tanh(double g)
 {
     const double c = M_2_SQRTPI * M_SQRT1_2, z = c * (g + 0.044715 * g * g * g), dz = c * (1 + 3 * 0.044715 * g * g);
-    const double s = sigmoid(2 * z);
-    return (factor){g * s, s + g * s * sigmoid(-2 * z) * 2 * dz};
+    const double s = ref_sigmoid(2 * z);
+    return (factor){g * s, s + g * s * ref_sigmoid(-2 * z) * 2 * dz};
 }
 
-static factor relu(double g) { return g <= 0 ? (factor){0, 0} : (factor){g, 1}; }
+static factor ref_relu(double g) { return g <= 0 ? (factor){0, 0} : (factor){g, 1}; }
 
-static factor at_most(factor f, double limit) { return f.value > limit ? (factor){limit, 0} : f; }
+static factor ref_at_most(factor f, double limit) { return f.value > limit ? (factor){limit, 0} : f; }
 
 static factor gate_factor(const fmoe_desc *d, double g)
 {
     const double L = d->act_limit;
-    const factor clamped = at_most((factor){g, 1}, L);
+    const factor clamped = ref_at_most((factor){g, 1}, L);
     factor f;
     switch (d->act) {
     case FMOE_ACT_GEGLU:
     case FMOE_ACT_GELU: return gelu_erf(g);
     case FMOE_ACT_GEGLU_TANH:
-    case FMOE_ACT_GELU_TANH: return gelu_tanh(g);
+    case FMOE_ACT_GELU_TANH: return ref_gelu_tanh(g);
     case FMOE_ACT_REGLU:
-    case FMOE_ACT_RELU: return relu(g);
-    case FMOE_ACT_RELU2: f = relu(g); return (factor){f.value * f.value, 2 * f.value};
-    case FMOE_ACT_SWIGLU_CLAMP: f = silu(clamped.value, 1); return (factor){f.value, f.slope * clamped.slope};
-    case FMOE_ACT_SWIGLU_OAI: f = silu(clamped.value, d->act_alpha); return (factor){f.value, f.slope * clamped.slope};
-    case FMOE_ACT_SWIGLU_CLAMP_OUT: return at_most(silu(g, 1), L);
-    default: return silu(g, 1); /* FMOE_ACT_SWIGLU, FMOE_ACT_SILU; the core lets no other value through */
+    case FMOE_ACT_RELU: return ref_relu(g);
+    case FMOE_ACT_RELU2: f = ref_relu(g); return (factor){f.value * f.value, 2 * f.value};
+    case FMOE_ACT_SWIGLU_CLAMP: f = ref_silu(clamped.value, 1); return (factor){f.value, f.slope * clamped.slope};
+    case FMOE_ACT_SWIGLU_OAI:
+        f = ref_silu(clamped.value, d->act_alpha);
+        return (factor){f.value, f.slope * clamped.slope};
+    case FMOE_ACT_SWIGLU_CLAMP_OUT: return ref_at_most(ref_silu(g, 1), L);
+    default: return ref_silu(g, 1); /* FMOE_ACT_SWIGLU, FMOE_ACT_SILU; the core lets no other value through */
     }
 }
 
 static factor up_factor(const fmoe_desc *d, double u)
 {
     const double L = d->act_limit;
-    const factor clamped = u < -L ? (factor){-L, 0} : at_most((factor){u, 1}, L);
+    const factor clamped = u < -L ? (factor){-L, 0} : ref_at_most((factor){u, 1}, L);
     switch (d->act) {
     case FMOE_ACT_SWIGLU_CLAMP:
     case FMOE_ACT_SWIGLU_CLAMP_OUT: return clamped;
@@ -418,15 +418,15 @@ static fmoe_status activation_backward(const fmoe_plan_impl *p, const fmoe_activ
 
 /* ---- The table --------------------------------------------------------------------------------------------------- */
 
-static fmoe_status plan_init(fmoe_plan_impl *p)
+static fmoe_status ref_plan_init(fmoe_plan_impl *p)
 {
     p->priv = NULL;
     return FMOE_OK;
 }
 
-static void plan_fini(fmoe_plan_impl *p) { (void)p; }
+static void ref_plan_fini(fmoe_plan_impl *p) { (void)p; }
 
-static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
+static fmoe_status ref_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
     const fmoe_desc *d = &p->d;
     fmoe_carve c = fmoe_carve_begin(NULL, sizeof(int64_t));
@@ -451,7 +451,7 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
     return FMOE_OK;
 }
 
-static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
+static size_t ref_describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
     (void)p;
     return (size_t)snprintf(text, n, "reference: plain loops in double on one thread (f64 runs the specification)\n");
@@ -460,10 +460,10 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 const fmoe_backend fmoe_backend_reference = {
     .version = FMOE_BACKEND_VERSION,
     .name = "reference",
-    .plan_init = plan_init,
-    .plan_fini = plan_fini,
-    .bytes = bytes,
-    .describe = describe,
+    .plan_init = ref_plan_init,
+    .plan_fini = ref_plan_fini,
+    .bytes = ref_bytes,
+    .describe = ref_describe,
     .route = {fmoe_ref_route_forward, fmoe_ref_route_backward},
     .permute = {permute_forward, permute_backward},
     .unpermute = {unpermute_forward, unpermute_backward},

@@ -10,6 +10,7 @@
 #define FMOE_REF_H
 
 #include <inttypes.h>
+#include <math.h>
 
 #include "backend.h"
 #include "util.h"
@@ -25,6 +26,8 @@ typedef struct ref_mat {
     int64_t s0, s1;
     int dtype;
 } ref_mat;
+
+static inline double ref_sigmoid(double x) { return 1 / (1 + exp(-x)); }
 
 static inline void *ref_at(void *p, int dtype, int64_t i) { return (char *)p + i * (int64_t)fmoe_dtype_size(dtype); }
 

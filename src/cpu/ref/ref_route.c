@@ -39,14 +39,12 @@ static route_scratch route_carve(const fmoe_plan_impl *p, fmoe_carve *c)
 
 void fmoe_ref_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { route_carve(p, c); }
 
-static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
-
 /* log(1 + e^x), without overflow on the right and without losing e^x on the left. */
 static double softplus(double x) { return (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
 
 /* y = softmax(x), shifted by the maximum so that no finite x overflows. NaN, +Inf, or nothing but -Inf: every y is NaN,
  * by the arithmetic of the formula. x and y may be the same. */
-static void softmax(const double *x, double *y, int64_t n)
+static void ref_softmax(const double *x, double *y, int64_t n)
 {
     double max = -INFINITY, sum = 0;
     for (int64_t i = 0; i < n; i++) max = x[i] > max ? x[i] : max;
@@ -59,16 +57,16 @@ static void score_all(const fmoe_plan_impl *p, ref_vec logits, double *s)
     for (int64_t e = 0; e < p->d.E; e++) {
         const double l = ref_get(logits, e);
         switch (p->d.route.score) {
-        case FMOE_SCORE_SIGMOID: s[e] = sigmoid(l); break;
+        case FMOE_SCORE_SIGMOID: s[e] = ref_sigmoid(l); break;
         case FMOE_SCORE_SQRT_SOFTPLUS: s[e] = sqrt(softplus(l)); break;
         default: s[e] = l;
         }
     }
-    if (p->d.route.score == FMOE_SCORE_SOFTMAX) softmax(s, s, p->d.E);
+    if (p->d.route.score == FMOE_SCORE_SOFTMAX) ref_softmax(s, s, p->d.E);
 }
 
 /* a ranks before b: larger, or b is NaN and a is not. Equal (or both NaN): neither, and the one met first stays. */
-static bool before(double a, double b) { return a > b || (isnan(b) && !isnan(a)); }
+static bool ref_before(double a, double b) { return a > b || (isnan(b) && !isnan(a)); }
 
 /* The lowest index of the best of x[0..n) that is not among the first m ids of token t; the core has seen to m < n. */
 static int64_t best(const double *x, int64_t n, const fmoe_tensor *ids, int64_t t, int64_t m)
@@ -77,35 +75,35 @@ static int64_t best(const double *x, int64_t n, const fmoe_tensor *ids, int64_t 
     for (int64_t i = 0; i < n; i++) {
         bool taken = false;
         for (int64_t j = 0; j < m; j++) taken |= ref_int2(ids, t, j) == i;
-        if (!taken && (found < 0 || before(x[i], x[found]))) found = i;
+        if (!taken && (found < 0 || ref_before(x[i], x[found]))) found = i;
     }
     return found;
 }
 
 /* Group g is the experts [g*n, (g+1)*n), n = E / groups. Its score is the largest c of its members, or the sum of the
  * two largest (the one there is, when n = 1). */
-static double group_score(const fmoe_plan_impl *p, const double *c, int64_t n)
+static double ref_group_score(const fmoe_plan_impl *p, const double *c, int64_t n)
 {
     int64_t first = 0, second = -1;
-    for (int64_t i = 1; i < n; i++) first = before(c[i], c[first]) ? i : first;
+    for (int64_t i = 1; i < n; i++) first = ref_before(c[i], c[first]) ? i : first;
     for (int64_t i = 0; i < n; i++) {
-        if (i != first && (second < 0 || before(c[i], c[second]))) second = i;
+        if (i != first && (second < 0 || ref_before(c[i], c[second]))) second = i;
     }
     return p->d.route.group_score == FMOE_GROUP_MAX || second < 0 ? c[first] : c[first] + c[second];
 }
 
 /* Experts outside the topk_groups best groups get c = -Inf, or 0 with excluded_zero. A group is among the best when
  * fewer than topk_groups others rank before it; an equal one does if its index is lower. */
-static void limit_to_groups(const fmoe_plan_impl *p, double *c, double *group)
+static void ref_limit_to_groups(const fmoe_plan_impl *p, double *c, double *group)
 {
     const int64_t groups = p->d.route.groups;
     if (groups <= 1) return;
     const int64_t n = p->d.E / groups;
-    for (int64_t g = 0; g < groups; g++) group[g] = group_score(p, c + g * n, n);
+    for (int64_t g = 0; g < groups; g++) group[g] = ref_group_score(p, c + g * n, n);
     for (int64_t g = 0; g < groups; g++) {
         int64_t rank = 0;
         for (int64_t o = 0; o < groups; o++) {
-            rank += before(group[o], group[g]) || (o < g && !before(group[g], group[o]));
+            rank += ref_before(group[o], group[g]) || (o < g && !ref_before(group[g], group[o]));
         }
         if (rank < p->d.route.topk_groups) continue;
         for (int64_t i = g * n; i < (g + 1) * n; i++) c[i] = p->d.route.excluded_zero ? 0 : -INFINITY;
@@ -113,13 +111,13 @@ static void limit_to_groups(const fmoe_plan_impl *p, double *c, double *group)
 }
 
 /* q_j of the token's ids; a skip mark (in replayed ids) has weight 0 and takes no part in softmax or sum. */
-static void selected_scores(const fmoe_plan_impl *p, const fmoe_tensor *ids, int64_t t, const double *s, double *q)
+static void ref_selected_scores(const fmoe_plan_impl *p, const fmoe_tensor *ids, int64_t t, const double *s, double *q)
 {
     for (int64_t j = 0; j < p->d.k; j++) {
         const int64_t e = ref_int2(ids, t, j);
         q[j] = !ref_skipped(p, e) ? s[e] : p->d.route.score == FMOE_SCORE_TOPK_SOFTMAX ? -INFINITY : 0;
     }
-    if (p->d.route.score == FMOE_SCORE_TOPK_SOFTMAX) softmax(q, q, p->d.k);
+    if (p->d.route.score == FMOE_SCORE_TOPK_SOFTMAX) ref_softmax(q, q, p->d.k);
 }
 
 /* NaN or +Inf anywhere, or nothing but -Inf: no finite softmax exists. */
@@ -152,13 +150,13 @@ fmoe_status fmoe_ref_route_forward(const fmoe_plan_impl *p, const fmoe_route_arg
             for (int64_t e = 0; e < E; e++) {
                 s.choice[e] = s.score[e] + (a->select_bias ? ref_get(ref_vector(a->select_bias), e) : 0);
             }
-            limit_to_groups(p, s.choice, s.group);
+            ref_limit_to_groups(p, s.choice, s.group);
             for (int64_t j = 0; j < k; j++) {
                 const int64_t at = t * fmoe_stride(a->ids, 0) + j * fmoe_stride(a->ids, 1);
                 fmoe_set_int(fmoe_data(a->ids), fmoe_tensor_dtype(a->ids), at, best(s.choice, E, a->ids, t, j));
             }
         }
-        selected_scores(p, a->ids, t, s.score, s.q);
+        ref_selected_scores(p, a->ids, t, s.score, s.q);
         double sum = p->d.route.eps;
         for (int64_t j = 0; j < k; j++) sum += s.q[j];
         for (int64_t j = 0; j < k; j++) {
@@ -191,7 +189,7 @@ fmoe_status fmoe_ref_route_backward(const fmoe_plan_impl *p, const fmoe_route_ar
     for (int64_t t = 0; t < T; t++) {
         const ref_vec logits = ref_row(ref_matrix(a->logits), t), dlogits = ref_row(ref_matrix(a->dlogits), t);
         score_all(p, logits, s.score);
-        selected_scores(p, a->ids, t, s.score, s.q);
+        ref_selected_scores(p, a->ids, t, s.score, s.q);
         double sum = p->d.route.eps, dot = 0;
         for (int64_t j = 0; j < k; j++) {
             const bool skip = ref_skipped(p, ref_int2(a->ids, t, j));
@@ -217,8 +215,8 @@ fmoe_status fmoe_ref_route_backward(const fmoe_plan_impl *p, const fmoe_route_ar
         for (int64_t e = 0; e < E; e++) {
             const double l = ref_get(logits, e), score = s.score[e];
             double slope = 1;
-            if (p->d.route.score == FMOE_SCORE_SIGMOID) slope = score * sigmoid(-l);
-            if (p->d.route.score == FMOE_SCORE_SQRT_SOFTPLUS) slope = score == 0 ? 0 : sigmoid(l) / (2 * score);
+            if (p->d.route.score == FMOE_SCORE_SIGMOID) slope = score * ref_sigmoid(-l);
+            if (p->d.route.score == FMOE_SCORE_SQRT_SOFTPLUS) slope = score == 0 ? 0 : ref_sigmoid(l) / (2 * score);
             if (p->d.route.score == FMOE_SCORE_SOFTMAX) ref_set(dlogits, e, score * (G[e] - dot));
             else ref_set(dlogits, e, G[e] == 0 ? 0 : G[e] * slope);
         }

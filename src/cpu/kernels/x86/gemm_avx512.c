@@ -80,7 +80,7 @@ void fmoe_gemm_nmajor_inplace_f32_avx512(int64_t rows, int64_t kc, const void *c
         nmajor_batched(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
         return;
     }
-    const int64_t done = nmajor_first_tile(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    const int64_t done = NAME(nmajor_first_tile)(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
     run_tiles(PLAIN, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 
@@ -121,7 +121,7 @@ void fmoe_gemm_kmajor_f32_avx512(int64_t rows, int64_t kc, const void *const *a,
 void fmoe_gemm_kmajor_few_rows_f32_avx512(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
                                           int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
-    few_rows_multiply(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, prefetch);
+    NAME(few_rows_multiply)(rows, kc * 4, chunk * 4, a, w, step, c, ldc, first, prefetch);
 }
 
 void fmoe_pack_kmajor_f32_avx512(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)

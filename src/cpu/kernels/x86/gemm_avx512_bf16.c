@@ -50,7 +50,7 @@ void fmoe_gemm_nmajor_inplace_bf16_avx512_bf16(int64_t rows, int64_t kc, const v
                                                int64_t w_step, void *panel, float *c, int64_t ldc, int first,
                                                fmoe_overlap *overlap)
 {
-    const int64_t done = nmajor_first_tile(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
+    const int64_t done = NAME(nmajor_first_tile)(rows, kc, a, w, w_step, panel, c, ldc, first, overlap);
     run_tiles(PAIRS, rows - done, kc, a + done, 4, panel, c + done * ldc, ldc, first, overlap, 1);
 }
 
@@ -73,7 +73,7 @@ void fmoe_gemm_kmajor_few_rows_bf16_avx512_bf16(int64_t rows, int64_t kc, int64_
                                                 const char *w, int64_t step, float *c, int64_t ldc, int first,
                                                 fmoe_walk *prefetch)
 {
-    few_rows_multiply(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, prefetch);
+    NAME(few_rows_multiply)(rows, kc * 2, chunk * 2, a, w, step, c, ldc, first, prefetch);
 }
 
 void fmoe_pack_kmajor_bf16_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)

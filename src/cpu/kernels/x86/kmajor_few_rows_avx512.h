@@ -35,9 +35,9 @@ static inline __attribute__((always_inline)) void few_rows_store(const int fours
 
 /* The end of a tile whose last line is not whole: blocks of 16 bytes or less. Not inline: where the sums of a loop go
  * two ways a compiler keeps them in memory. */
-static __attribute__((noinline)) void few_rows_rest(int mr, int fours, int64_t offset, int64_t end,
-                                                    const void *const *a, const char *p, int64_t step, float *c,
-                                                    int64_t ldc, int first, __m512 (*acc)[2])
+static __attribute__((noinline)) void NAME(few_rows_rest)(int mr, int fours, int64_t offset, int64_t end,
+                                                          const void *const *a, const char *p, int64_t step, float *c,
+                                                          int64_t ldc, int first, __m512 (*acc)[2])
 {
     for (; offset < end; offset += KBLOCK) {
         const __mmask16 m = (__mmask16)(end - offset >= KBLOCK ? 0xffffu : (1u << (end - offset)) - 1u);
@@ -108,7 +108,7 @@ static inline __attribute__((always_inline)) void few_rows_tile(const bool same_
         __m512 sums[FEW_ROWS_MR][2];
 #pragma GCC unroll 8
         for (int i = 0; i < mr; i++) sums[i][0] = acc[i][0], sums[i][1] = acc[i][1];
-        few_rows_rest(mr, fours, offset, end, a, p, step, c, ldc, first, sums);
+        NAME(few_rows_rest)(mr, fours, offset, end, a, p, step, c, ldc, first, sums);
         return;
     }
 #pragma GCC unroll 8
@@ -159,8 +159,8 @@ static inline __attribute__((always_inline)) void few_rows_columns(const bool sa
     }
 }
 
-static inline void few_rows_multiply(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
-                                     int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
+static inline void NAME(few_rows_multiply)(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
+                                           int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch)
 {
     if (prefetch->same_columns) few_rows_columns(true, rows, kc, chunk, a, w, step, c, ldc, first, prefetch);
     else few_rows_columns(false, rows, kc, chunk, a, w, step, c, ldc, first, prefetch);

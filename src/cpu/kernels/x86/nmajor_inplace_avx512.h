@@ -49,8 +49,9 @@ static inline __attribute__((always_inline)) void nmajor_tile(const int mr, cons
 }
 
 /* The first tile of `rows`; how many it took. */
-static inline int64_t nmajor_first_tile(int64_t rows, int64_t kc, const void *const *a, const char *w, int64_t step,
-                                        char *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap)
+static inline int64_t NAME(nmajor_first_tile)(int64_t rows, int64_t kc, const void *const *a, const char *w,
+                                              int64_t step, char *panel, float *c, int64_t ldc, int first,
+                                              fmoe_overlap *overlap)
 {
     const int64_t tiles = fmoe_ceil_div(rows, FMOE_MR);
     if (tiles == 0) return 0;

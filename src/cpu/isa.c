@@ -203,24 +203,24 @@ static void cpu_name(char name[49])
 #endif
 }
 
-/* Every kernel that a plan made now would use, by name. */
+/* Every kernel in the table of a plan made now, by name. */
 static size_t kernel_names(char *text, size_t n)
 {
-    static const struct {
-        const char *field, *name;
-        int level;
+    typedef void any_fn(void);
+    fmoe_kernels k;
+    fmoe_kernels_fill(&k, fmoe_cpu_level());
+    const struct {
+        any_fn *in_table, *kernel;
+        const char *name;
     } all[] = {
 #define FMOE_KERNEL_FIELD(type, field)
-#define FMOE_KERNEL(lvl, type, field) {#field, #field "_" #lvl, LEVEL_##lvl},
+#define FMOE_KERNEL(lvl, type, field) {(any_fn *)k.field, (any_fn *)fmoe_##field##_##lvl, #field "_" #lvl},
 #include "cpu/kernels/kernels.inc"
     };
-    const int count = (int)(sizeof all / sizeof *all), level = fmoe_cpu_level();
     size_t used = (size_t)snprintf(text, n, "     kernels:");
-    for (int i = 0; i < count; i++) {
-        bool best = all[i].level <= level;
-        for (int j = i + 1; j < count; j++) best &= all[j].level > level || strcmp(all[j].field, all[i].field) != 0;
-        if (best) used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, " %s", all[i].name);
-    }
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i].in_table == all[i].kernel)
+            used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, " %s", all[i].name);
     return used + (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "\n");
 }
 

@@ -11,10 +11,18 @@
 
 enum { BATCH = 4, NMAJOR_BATCH = 16 }; /* steps */
 
-/* Weights where they lie gain nothing before 24 rows. */
+/* Weights in place gain nothing before 24 rows. nmajor_batched has tiles of 5 and of 6 rows alone, and an even split
+ * has no others from 20 rows on: 19 are 5 + 5 + 5 + 4, and the last tile would read and write two rows that are not
+ * there.
+ */
+enum { NMAJOR_BATCHED_ROWS = 24 };
+_Static_assert(
+    FMOE_MR == 6 && NMAJOR_BATCHED_ROWS >= (FMOE_MR - 1) * (FMOE_MR - 2),
+    "fewer rows leave a tile of less than 5, which nmajor_batched would multiply as one of 6: out of bounds");
+
 static inline bool nmajor_batched_pays(const fmoe_overlap *overlap, int64_t rows)
 {
-    return overlap->batched && rows >= 24;
+    return overlap->batched && rows >= NMAJOR_BATCHED_ROWS;
 }
 
 /* A multiply-add that stays where its sum is: gcc has others in unrolled steps, and moves registers for them. */

@@ -229,27 +229,18 @@ static range arg_range(const fmoe_arg *arg, int64_t i)
 
 static range span_range(const fmoe_span *s) { return range_of(s->data, s->data ? s->bytes : 0); }
 
-static void sift(range *r, int64_t root, int64_t n)
+static bool begins_before(const void *ranges, int64_t i, int64_t j)
 {
-    for (int64_t child; (child = 2 * root + 1) < n; root = child) {
-        if (child + 1 < n && r[child + 1].begin > r[child].begin) child++;
-        if (r[root].begin >= r[child].begin) return;
-        const range swap = r[root];
-        r[root] = r[child];
-        r[child] = swap;
-    }
+    const range *r = ranges;
+    return r[i].begin < r[j].begin;
 }
 
-/* Heap sort: the C library's qsort may allocate. */
-static void sort_ranges(range *r, int64_t n)
+static void swap_ranges(void *ranges, int64_t i, int64_t j)
 {
-    for (int64_t i = n / 2; i-- > 0;) sift(r, i, n);
-    for (int64_t i = n; i-- > 1;) {
-        const range swap = r[0];
-        r[0] = r[i];
-        r[i] = swap;
-        sift(r, 0, i);
-    }
+    range *r = ranges;
+    const range swap = r[i];
+    r[i] = r[j];
+    r[j] = swap;
 }
 
 static bool hits(const range *sorted, int64_t n, range x)
@@ -310,7 +301,7 @@ fmoe_status fmoe_check_overlap(const fmoe_arg *args, int n, const fmoe_span *spa
             if (r.begin < r.end) out[n_out++] = r;
         }
     }
-    sort_ranges(out, n_out);
+    fmoe_sort(out, n_out, begins_before, swap_ranges);
     for (int64_t i = 1; i < n_out; i++)
         if (out[i].begin < out[i - 1].end) return find_overlap(args, n, spans, n_spans);
     for (int i = 0; i < n; i++) {

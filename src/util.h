@@ -24,6 +24,27 @@ static inline size_t fmoe_align_up(size_t n, size_t to) { return (n + to - 1) / 
 static inline bool fmoe_mul_overflow(size_t a, size_t b, size_t *r) { return __builtin_mul_overflow(a, b, r); }
 static inline bool fmoe_add_overflow(size_t a, size_t b, size_t *r) { return __builtin_add_overflow(a, b, r); }
 
+/* Heap sort of items 0 .. n-1, by their numbers; the C library's qsort may allocate. Not stable. */
+static inline void fmoe_sift(void *items, int64_t root, int64_t n, bool (*before)(const void *, int64_t, int64_t),
+                             void (*swap)(void *, int64_t, int64_t))
+{
+    for (int64_t child; (child = 2 * root + 1) < n; root = child) {
+        if (child + 1 < n && before(items, child, child + 1)) child++;
+        if (!before(items, root, child)) return;
+        swap(items, root, child);
+    }
+}
+
+static inline void fmoe_sort(void *items, int64_t n, bool (*before)(const void *items, int64_t i, int64_t j),
+                             void (*swap)(void *items, int64_t i, int64_t j))
+{
+    for (int64_t i = n / 2; i-- > 0;) fmoe_sift(items, i, n, before, swap);
+    for (int64_t i = n; i-- > 1;) {
+        swap(items, 0, i);
+        fmoe_sift(items, 0, i, before, swap);
+    }
+}
+
 static inline void *fmoe_data(const fmoe_tensor *t) { return (char *)t->data + t->byte_offset; }
 
 /* Stride of dimension i in elements; a NULL strides array means compact row-major. */

@@ -18,16 +18,17 @@ void fmoe_groups_carve(fmoe_groups *g, fmoe_carve *c, int64_t E, int64_t slots)
 
 static int64_t group_rows(const fmoe_groups *g, int64_t e) { return g->off[e + 1] - g->off[e]; }
 
-static void sift(const fmoe_groups *g, int64_t root, int64_t n)
+static bool is_larger(const void *groups, int64_t i, int64_t j)
 {
-    int64_t *o = g->order;
-    for (int64_t child; (child = 2 * root + 1) < n; root = child) {
-        if (child + 1 < n && group_rows(g, o[child + 1]) < group_rows(g, o[child])) child++;
-        if (group_rows(g, o[root]) <= group_rows(g, o[child])) return;
-        const int64_t swap = o[root];
-        o[root] = o[child];
-        o[child] = swap;
-    }
+    const fmoe_groups *g = groups;
+    return group_rows(g, g->order[i]) > group_rows(g, g->order[j]);
+}
+
+static void swap_order(void *groups, int64_t i, int64_t j)
+{
+    int64_t *const order = ((fmoe_groups *)groups)->order, swap = order[i];
+    order[i] = order[j];
+    order[j] = swap;
 }
 
 /* Large groups first, so that the last tasks handed out are short. */
@@ -38,13 +39,7 @@ static void order_groups(fmoe_groups *g)
         g->order[e] = e;
         g->active += group_rows(g, e) > 0;
     }
-    for (int64_t i = g->E / 2; i-- > 0;) sift(g, i, g->E);
-    for (int64_t i = g->E; i-- > 1;) {
-        const int64_t swap = g->order[0];
-        g->order[0] = g->order[i];
-        g->order[i] = swap;
-        sift(g, 0, i);
-    }
+    fmoe_sort(g, g->E, is_larger, swap_order);
 }
 
 fmoe_status fmoe_groups_from_ids(fmoe_groups *g, const fmoe_plan_impl *p, const fmoe_tensor *ids)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CPU backend. Files of one ISA level are compiled with that level's flags and reached only through the kernel table, so
-# no instruction of a level runs on a CPU without it. Files *_tmpl.c (rows, epilogues, a router's softmax) are compiled once per level.
+# no instruction of a level runs on a CPU without it. Files *_tmpl.c (conversions, epilogues, softmax) are compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/backend.c src/cpu/groups.c src/cpu/isa.c src/cpu/parallel.c src/cpu/peak.c
             src/cpu/ops/activation.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
@@ -42,13 +42,13 @@ endfunction()
 set(kernels src/cpu/kernels)
 set(x86 ${kernels}/x86)
 set(arm ${kernels}/arm)
-set(rows ${kernels}/convert_tmpl.c ${kernels}/epilogue_tmpl.c ${kernels}/softmax_tmpl.c)
-fmoe_isa(c SOURCES ${rows} ${kernels}/gemm_c.c)
+set(templates ${kernels}/convert_tmpl.c ${kernels}/epilogue_tmpl.c ${kernels}/softmax_tmpl.c)
+fmoe_isa(c SOURCES ${templates} ${kernels}/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES ${rows} ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c FLAGS ${avx2})
-  fmoe_isa(avx512 SOURCES ${rows} ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx2 SOURCES ${templates} ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx512 SOURCES ${templates} ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
   set(bf16 ${avx512} -mavx512bf16)
   fmoe_has(avx512_bf16 "_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), _mm512_setzero_ps())" immintrin.h ${bf16})
   if(FMOE_HAS_AVX512_BF16)

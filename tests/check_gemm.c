@@ -23,7 +23,7 @@ static int64_t panel_units(form f, int64_t kc) /* of 32 bits */
     return f.kmajor ? fmoe_ceil_div(kc * unit_of(f), 16) * 4 * FMOE_NB : (f.pairs ? (kc + 1) / 2 : kc) * FMOE_NB;
 }
 
-/* Where element (k,n) of a panel lies, in f32 or (pairs) in bf16 elements. */
+/* Where element (k,n) of a panel is, in f32 or (pairs) in bf16 elements. */
 static int64_t panel_at(form f, int64_t nr, int64_t kc, int64_t k, int64_t n)
 {
     if (f.kmajor) {
@@ -60,7 +60,7 @@ static void draw_product(product *p, const check_kernel *k, int64_t index)
     p->a_step = packed_a ? strip * 4 : 4;
     p->a = check_alloc((size_t)(p->rows + 1) * sizeof *p->a);
     char *packed = packed_a ? check_guarded((size_t)panel_units(p->f, p->kc) * 4, 64) : NULL;
-    /* Equally far apart, the last one ending at a forbidden page: AMX reads such rows where they lie. */
+    /* Equally far apart, the last one ending at a forbidden page: AMX reads such rows in place. */
     const int64_t apart = !packed_a && check_below(2) ? (p->kc + check_below(40)) * unit : 0;
     char *matrix =
         apart && p->rows ? check_guarded((size_t)((p->rows - 1) * apart + p->kc * unit), (size_t)unit) : NULL;
@@ -136,7 +136,7 @@ static void check_tile_order(const product *p, int first)
     }
 }
 
-/* A chunk to be packed on the side: the two halves of its panels' columns in memory of their own, each ending at a
+/* A chunk to be packed meanwhile: the two halves of its panels' columns in memory of their own, each ending at a
  * forbidden page, and what the panels shall be. */
 typedef struct overlapped {
     fmoe_overlap overlap;
@@ -150,7 +150,7 @@ static void draw_overlap(overlapped *b, form f)
     static const int types[] = {FMOE_F32, FMOE_BF16, FMOE_F16};
     const int dtype = pairs ? FMOE_BF16 : types[check_below(3)];
     const int64_t element = (int64_t)fmoe_dtype_size(dtype), unit = pairs ? 2 : 1, pieces = 1 + check_below(4);
-    const bool cols = f.kmajor || (pairs && check_below(2)); /* along k: in quads, but for AMX */
+    const bool cols = f.kmajor || (pairs && check_below(2)); /* k-major: in kmajor panels, but for AMX */
     const int64_t of_a_piece = f.kmajor ? 4 : 8;             /* columns */
     const int64_t k = (cols ? 16 : 2) * unit, kc = k * pieces, apart = check_below(3) * 16;
     const int64_t panels = cols ? 1 : 1 + check_below(3), columns = (panels - 1) * FMOE_NB + 32; /* of a half */
@@ -199,15 +199,15 @@ static void draw_overlap(overlapped *b, form f)
 static void check_overlap(const overlapped *b, int64_t asked)
 {
     const size_t bytes = (size_t)b->units * 4;
-    if (b->overlap.pack.left == asked) return; /* a level that packs nothing on the side */
+    if (b->overlap.pack.left == asked) return; /* a level that packs nothing meanwhile */
     if (b->overlap.pack.left) check_fail("%" PRId64 " of %" PRId64 " pieces were left", b->overlap.pack.left, asked);
     for (size_t i = 0; i < bytes && !check_failed(); i++)
         if ((unsigned char)b->overlap.panel[i] != b->want[i])
-            check_fail("on the side: byte %zu of the panel is %02x, not %02x", i, (unsigned char)b->overlap.panel[i],
-                       b->want[i]);
+            check_fail("packed meanwhile: byte %zu of the panel is %02x, not %02x", i,
+                       (unsigned char)b->overlap.panel[i], b->want[i]);
 }
 
-/* Lines to fetch: in the forbidden page, which a prefetch does not mind and a load does. */
+/* Lines to prefetch: in the forbidden page, which a prefetch does not mind and a load does. */
 static fmoe_walk forbidden_lines(bool into_l1)
 {
     const char *edge = (const char *)check_guarded(8192, 8192) + 8192;
@@ -286,7 +286,7 @@ void bench_gemm(const check_kernel *k, const fmoe_kernels *table, int64_t *items
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
 }
 
-/* ---- the same by weights where they lie: the bits of the packed ones ---- */
+/* ---- the same by n-major weights in place: the bits of the packed ones ---- */
 
 void check_gemm_nmajor_inplace(const check_kernel *k, int64_t index)
 {
@@ -343,7 +343,7 @@ void bench_gemm_nmajor_inplace(const check_kernel *k, const fmoe_kernels *table,
     *flops = 2.0 * ROWS * (double)kc * FMOE_NB;
 }
 
-/* ---- outer: from two packed panels to the rows of a gradient, each of them whole cache lines ---- */
+/* ---- wgrad: from two packed panels to the rows of a gradient, each of them whole cache lines ---- */
 
 /* On AMX every bit is known here too. */
 static void check_wgrad_order(const fmoe_tensor *dst, int64_t i, int64_t kc, const uint16_t *a, const void *panel)
@@ -516,7 +516,7 @@ void check_peak(const check_kernel *k, int64_t index)
     if (!(one > 0) || two != 2 * one) check_fail("flops of 1000 and 2000 rounds: %g and %g", one, two);
 }
 
-/* ---- few rows by columns where they lie: the bits of the product by a panel of quads ---- */
+/* ---- few rows by k-major weights in place: the bits of the product by a kmajor panel ---- */
 
 void check_gemm_kmajor_few_rows(const check_kernel *k, int64_t index)
 {
@@ -554,5 +554,5 @@ void check_gemm_kmajor_few_rows(const check_kernel *k, int64_t index)
         float *const c = (float *)fmoe_data(got) + half * width;
         multiply(rows, kc, chunk, a, w, step, c, FMOE_NB, (int)first, &prefetch);
     }
-    check_equal("where they lie", want, got);
+    check_equal("in place", want, got);
 }

@@ -12,7 +12,8 @@
 
 /* ---- levels ---- */
 
-/* From low to high; each contains the ones before it. From LEVEL_NR64 on, f32 panels are 64 columns wide, below 16. */
+/* From low to high; each contains the ones before it. From LEVEL_NR64 on, f32 panels have a register width of 64
+ * columns, below 16. */
 #if defined(__x86_64__)
 enum { LEVEL_c, LEVEL_avx2, LEVEL_avx512, LEVEL_avx512_bf16, LEVEL_amx_bf16, LEVELS, LEVEL_NR64 = LEVEL_avx512 };
 static const char *const level_names[LEVELS] = {"c", "avx2", "avx512", "avx512_bf16", "amx_bf16"};

@@ -74,7 +74,7 @@ void fmoe_run_worker(void (*fn)(void *, int), void *arg, int worker)
     inside_job = true;
     fn(arg, worker);
 #if defined(__x86_64__)
-    __builtin_ia32_sfence(); /* weight gradients are stored past the cache: done before anybody reads them */
+    __builtin_ia32_sfence(); /* weight gradients are stored nontemporally: done before anybody reads them */
 #endif
     inside_job = nested;
     fesetenv(&callers);

@@ -44,8 +44,8 @@ static inline bool fmoe_claim(fmoe_tasks *t, int64_t *task)
     return *task < t->n;
 }
 
-/* A range of them, long at first and down to one task at the end: neighbours read the same rows and write the same
- * cache lines and pages, and no worker is left with much when the others are done. */
+/* A range of them, long at first and down to one task at the end: tasks that follow one another read the same rows and
+ * write the same cache lines and pages, and no worker is left with much when the others are done. */
 static inline bool fmoe_claim_some(fmoe_tasks *t, int threads, int64_t *begin, int64_t *end)
 {
     int64_t at = atomic_load_explicit(&t->next, memory_order_relaxed), n;

@@ -14,7 +14,7 @@ typedef struct fmoe_cpu_plan {
     bool pairs;    /* products in bf16 pairs: buffers between products are bf16; else they are f32 */
     bool gather;   /* rows are gathered before a product instead of by pointers: AMX wants them equally far apart */
     int work_type; /* fmoe_dtype of those buffers */
-    bool intel;    /* whose cores want to be fed in other ways (intel_avx512.h, pipeline.c) */
+    bool intel;    /* Intel's cores want to be fed in other ways (intel_avx512.h, pipeline.c) */
 } fmoe_cpu_plan;
 
 static inline const fmoe_cpu_plan *fmoe_cpu(const fmoe_plan_impl *p) { return p->priv; }

@@ -3,15 +3,14 @@
  * chunking.c - a chunk of weights: how long it is, which form its panels have, and how it is packed. All of it depends
  * on the weights, the plan and the level alone, never on the rows: the same bits for any split of a batch.
  *
- * Weights whose columns are neighbours in memory (the backward's) are taken up to four panels at a time, with k that
- * much shorter: 64 columns are a few cache lines of a page, whose address is looked up again for each, and rows a power
- * of two apart share too few sets of L2 to wait there. */
+ * Weights with columns contiguous in memory (n-major: the backward's) are taken up to four panels at a time, with k
+ * that much shorter: 64 columns are a few cache lines of a page, whose address is looked up again for each, and rows a
+ * power of two apart share too few sets of L2 to stay there. */
 #include "cpu/gemm/pipeline.h"
 
 static bool is_nmajor(const fmoe_view *v) { return v->sk != 1 && v->K > 1; }
 
-/* bf16 pairs that are multiplied where they lie (pipeline.c), whatever the step: no panel of them waits beside another.
- */
+/* bf16 pairs that are always multiplied in place (pipeline.c): no panel of them is kept while another is made. */
 static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 {
     return cpu->pairs && cpu->k.gemm_nmajor_inplace_bf16 && v->N % FMOE_NB == 0;
@@ -19,17 +18,17 @@ static bool never_packed(const fmoe_cpu_plan *cpu, const fmoe_view *v)
 
 /* k of a chunk: equal chunks, as few as there can be, whole cache lines. It depends on the weights alone. Panels that
  * are never packed have twice the k: sums go to memory and back half as often, 0.5 % of the backward at 64 rows an
- * expert; four times are no faster there, and 2 % slower at 8 rows. */
+ * expert; four times the k is no faster there, and 2 % slower at 8 rows. */
 int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool lora)
 {
-    const bool panels = (is_nmajor(v) || lora) && !cpu->gather; /* a low-rank term has those of its weights */
+    const bool panels = (is_nmajor(v) || lora) && !cpu->gather; /* a LoRA term has the panels of its weights */
     const int64_t parts = !panels ? 1 : lora || !never_packed(cpu, v) ? FMOE_PANELS : FMOE_PANELS / 2;
     const int64_t chunks = fmoe_max(1, fmoe_ceil_div(v->K * parts, cpu->pairs ? FMOE_KC_PAIRS : FMOE_KC));
     return fmoe_ceil_div(fmoe_ceil_div(v->K, chunks), 32) * 32;
 }
 
-/* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. Lists may hold matrices that lie
- * either way, with chunks of either length: then one. */
+/* Panels to take at a time, so that at least `tasks` remain of `blocks` of 64 columns. A list may hold k-major and
+ * n-major matrices, with chunks of either length: then one. */
 int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks, int64_t tasks)
 {
     if (cpu->gather || w->prepacked.block) return 1;
@@ -43,7 +42,8 @@ int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, i
     return panels;
 }
 
-/* Rows of an expert that pass by a panel at a time: in equal parts, few enough to stay in L2 from panel to panel. */
+/* Rows of an expert that are multiplied by a panel at a time: in equal parts, few enough to stay in L2 from panel to
+ * panel. */
 int64_t fmoe_rows_of_task(int64_t rows)
 {
     return fmoe_ceil_div(rows, fmoe_max(1, fmoe_ceil_div(rows, FMOE_TASK_ROWS)));
@@ -72,7 +72,7 @@ bool fmoe_is_kmajor(const fmoe_step *s) { return matrix_is_kmajor(s, 0) && (s->n
 
 int64_t fmoe_panels_in(const fmoe_step *s) { return fmoe_ceil_div(s->n * s->n_v, FMOE_NB); }
 
-/* Which form its panel has: by the level and how the weights lie, not by the rows. */
+/* Which form its panel has: by the level and the layout of the weights, not by the rows. */
 bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     if (!fmoe_is_kmajor(s)) return false;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * combine.c - the product out of the experts, whose rows are added up by token (jobs.h: what it computes). A task owns
- * columns of a range of tokens and goes through the experts of these, one after another. */
+ * combine.c - a grouped product whose rows are weighted and added up by token (jobs.h: what it computes). A task owns
+ * columns of a range of tokens and takes the experts of these tokens one after another. */
 #include "cpu/gemm/pipeline.h"
 
 /* First row of group e whose token is not below t. */
@@ -80,11 +80,11 @@ static bool combine_next(void *state, fmoe_step *s)
     at->k0 += at->kc;
     at->opens = false;
     if (at->rows && at->k0 < at->v[0].K) {           /* the next chunk */
-    } else if (at->rows && w->half + 1 < job->n_w) { /* the next matrix along k */
+    } else if (at->rows && w->half + 1 < job->n_w) { /* the next matrix: k goes on in it */
         at->a_column += at->v[0].K;
         at->v[0] = fmoe_stack_at(&job->w[++w->half], at->e);
         at->k0 = 0;
-    } else if (at->rows && has_lora && at->a == &job->a) { /* the low-rank term */
+    } else if (at->rows && has_lora && at->a == &job->a) { /* the LoRA term */
         at->v[0] = fmoe_stack_at(&job->lora.b[0], at->e);
         at->dtype = job->lora.b[0].dtype;
         at->a = &job->lora.l;
@@ -181,7 +181,7 @@ static void combine_worker(void *arg, int worker)
     }
 }
 
-/* Columns of a task where they are neighbours in memory: all that are a thread's, so that a page that holds them is
+/* Columns of a task where they are contiguous in memory: all that are a thread's, so that a page that holds them is
  * looked up once for all of them (7 % of dx at 64 rows); half of that for many threads, of which one may come late. */
 int64_t fmoe_combine_columns(const fmoe_cpu_plan *cpu, int64_t N)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * grouped_gemm.c - the product into the experts as one pool of tasks over all of them (jobs.h: what it computes).
+ * grouped_gemm.c - rows of all experts by their weights, as one pool of tasks (jobs.h: what it computes).
  *
  * No barrier per expert: a product is one list of tasks (expert x column block x row block), claimed by an atomic
  * counter, large experts first. A task takes its 64 columns of weights chunk by chunk (pipeline.h), each weight byte
- * read once, and passes all rows of the expert by it while the chunk is in L2. */
+ * read once, and multiplies all rows of the expert by a chunk while it is in L2. */
 #include "cpu/gemm/pipeline.h"
 
 typedef struct gemm_run {
@@ -23,7 +23,7 @@ typedef struct gemm_walk {
     int64_t task, end; /* claimed, and not yet handed out */
 } gemm_walk;
 
-/* The position moves along the order of groups with the claims, which only grow. */
+/* The position in the order of groups moves on with the claims, which only grow. */
 static bool gemm_next(void *state, fmoe_step *next)
 {
     gemm_walk *w = state;
@@ -32,7 +32,7 @@ static bool gemm_next(void *state, fmoe_step *next)
     const fmoe_groups *g = job->g;
     const bool has_lora = job->lora.b[0].t;
     s->k0 += s->kc;
-    if (s->rows && s->k0 >= s->v[0].K && has_lora && s->a == &job->a) { /* the low-rank term */
+    if (s->rows && s->k0 >= s->v[0].K && has_lora && s->a == &job->a) { /* the LoRA term */
         for (int i = 0; i < job->n_w; i++) s->v[i] = fmoe_stack_at(&job->lora.b[i], s->e);
         s->dtype = job->lora.b[0].dtype;
         s->a = &job->lora.l;

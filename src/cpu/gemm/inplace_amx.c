@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * inplace_amx.c - the products into and out of the experts where weights are multiplied as they lie (kernels.h:
- * gemm_inplace).
+ * inplace_amx.c - both grouped products on AMX, with k-major weights multiplied in place (kernels.h: gemm_inplace).
  *
  * First the activations are packed into tiles, 16 rows of an expert at a time, once for all columns. Then tasks as in
- * grouped_gemm.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from memory, 32 of them
- * at a time, and passes the rows by them. */
+ * grouped_gemm.c and combine.c: expert x 64 columns x rows, or columns x tokens; a task streams its weights from
+ * memory, 32 of them at a time, and multiplies the rows by them. */
 #include "cpu/gemm/jobs.h"
 
 /* ---- gathered activations: in tiles, or in rows for products by packed panels ---- */
@@ -91,7 +90,7 @@ fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
 
 /* ---- which weights ---- */
 
-/* Every expert's matrix lies along k, and there is room for rows of that many. Low-rank terms are not for us. */
+/* Every expert's matrix is k-major, and there is room for rows of that many k. LoRA terms are not done in place. */
 static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w,
                             const fmoe_lora_term *lora)
 {
@@ -112,7 +111,7 @@ static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const
     cpu->k.gemm_inplace(rows, v->K, tiles, weights_at(v, n0), v->sn * 2, n, c, FMOE_NB, next);
 }
 
-/* ---- into the experts ---- */
+/* ---- grouped_gemm ---- */
 
 typedef struct inplace_run {
     const fmoe_gemm_job *job;
@@ -192,7 +191,7 @@ bool fmoe_inplace_gemm(const fmoe_gemm_job *job)
     return true;
 }
 
-/* ---- out of the experts ---- */
+/* ---- combine ---- */
 
 /* Tokens [t0, t1) and columns [n0, n0+n) of a task. */
 typedef struct inplace_columns {

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * jobs.h - the three products that everything is made of: into the experts, out of them, and weight gradients. */
+ * jobs.h - the three products that everything is made of: grouped_gemm, rows by the weights of their experts with an
+ * epilogue; combine, the same with rows added up by token; wgrad, weight gradients. */
 #ifndef FMOE_CPU_JOBS_H
 #define FMOE_CPU_JOBS_H
 
 #include "cpu/gemm/views.h"
 #include "cpu/parallel.h"
 
-/* A low-rank term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum
- * over k, while the product is in registers. Stacks as the product's own. */
+/* A LoRA term of a product: L[r, :] . B[e(r)][n, :] is added to column n of row r, as rank more steps of the sum over
+ * k, while the sum is in registers. Stacks as the product's own. */
 typedef struct fmoe_lora_term {
     fmoe_rows l; /* [R, rank] */
     fmoe_stack b[2];
@@ -22,8 +23,8 @@ typedef struct fmoe_epilogue_operand {
 
 enum { FMOE_EPILOGUE_OPERANDS = 5 };
 
-/* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `finish` in blocks [rows][64]. With two stacks the block is 32 columns
- * of the first and the same 32 of the second (gate and up). */
+/* C[r, n] = sum_k A[r,k] W[e(r)][n,k], handed to `epilogue` in blocks [rows][64]. With two stacks the block is 32
+ * columns of the first and the same 32 of the second (gate and up). */
 typedef struct fmoe_gemm_job {
     const fmoe_plan_impl *p;
     const fmoe_cpu_plan *cpu;
@@ -36,7 +37,7 @@ typedef struct fmoe_gemm_job {
     void (*epilogue)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
     fmoe_epilogue_operand
-        epilogue_operands[FMOE_EPILOGUE_OPERANDS]; /* by `finish`, fetched before it where there is time */
+        epilogue_operands[FMOE_EPILOGUE_OPERANDS]; /* of `epilogue`, prefetched before it where there is time */
 } fmoe_gemm_job;
 
 void fmoe_grouped_gemm(const fmoe_gemm_job *job);
@@ -79,7 +80,7 @@ int64_t fmoe_combine_columns(const fmoe_cpu_plan *cpu, int64_t N); /* of a task,
 void fmoe_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job);
 void fmoe_grouped_gemm_combine(const fmoe_combine_job *job);
 
-/* The same two with weights where they lie (inplace_amx.c); false: not for these weights, nothing was done. */
+/* The same two by weights in place (inplace_amx.c); false: not for these weights, nothing was done. */
 bool fmoe_inplace_gemm(const fmoe_gemm_job *job);
 bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job);
 /* Room for gathered rows of up to K elements, where the plan gathers. */
@@ -89,12 +90,12 @@ void fmoe_widen_carve(fmoe_groups *g, fmoe_carve *c, const fmoe_plan_impl *p, in
 /* Rows of K elements, gathered now if they are taken by an index and the plan gathers. */
 fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
-/* The same for rows that are to be in f32, and well apart. */
+/* The same for rows that are wanted in f32, and not a multiple of a page apart. */
 fmoe_rows fmoe_widen_rows(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_rows *a, int64_t K);
 
-/* Shared by both forms of `out`: the first row of group e whose token is not below t; the first expert from e on that
- * has rows of tokens [t0, t1), or E; finished sums c of rows [row, row+rows), added to their tokens' in the scratch;
- * those of tokens [t0, t1), written. */
+/* Shared by both forms of combine: the first row of group e whose token is not below t; the first expert from e on that
+ * has rows of tokens [t0, t1), or E; finished sums c of rows [row, row+rows), added to those of their tokens in the
+ * scratch; those of tokens [t0, t1), written. */
 int64_t fmoe_first_row(const fmoe_groups *g, int64_t e, int64_t t);
 int64_t fmoe_next_expert(const fmoe_groups *g, int64_t e, int64_t t0, int64_t t1);
 void fmoe_combine_rows(const fmoe_combine_job *job, const fmoe_scratch *s, float *c, int64_t e, int64_t row,

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pipeline.c - a worker's line of chunks: one is multiplied, the next packed, the one after fetched (overlap.h). */
+ * pipeline.c - the chunks of a worker as a pipeline: one is multiplied, the next is packed, the one after is prefetched
+ * (overlap.h). */
 #include "cpu/gemm/pipeline.h"
 
-/* ---- on the side ---- */
+/* ---- what overlaps with a product: packing and prefetching ---- */
 
-enum { FEW_ROWS = 24 }; /* memory is fetched from as fast as it can be */
+enum { FEW_ROWS = 24 }; /* below: memory is prefetched from as fast as it can be */
 
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool halves(const fmoe_step *s, const char *half[2])
@@ -19,9 +20,9 @@ static bool halves(const fmoe_step *s, const char *half[2])
     return true;
 }
 
-/* Few rows are multiplied by weights where they lie, without a panel: of all experts alike, for what comes after a
- * chunk of the other kind is not packed beside it. On Intel's cores packing takes longer, and it pays up to 10 rows: 7
- * % there, 11 to 25 at 8; at 12 they are equal or 9 % slower. */
+/* Few rows are multiplied by k-major weights in place, without a panel. All experts alike: a chunk of one kind does not
+ * pack the next one of the other kind. On Intel's cores packing takes longer, and in place pays up to 10 rows: 7 %
+ * there, 11 to 25 at 8; at 12 they are equal or 9 % slower. */
 static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
 {
     const char *half[2];
@@ -61,8 +62,8 @@ static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *pan
     w->left = pieces * (kmajor ? FMOE_NB / columns : fmoe_panels_in(s));
 }
 
-/* Let it fetch a packed panel: one line after another; on Intel's cores eighths of it side by side where memory and
- * products take about as long (10 % at 16 and 24 rows, 1 at 48; at 8 it costs 4 %, at 64 up to 3). */
+/* Let the product prefetch a prepacked panel: one line after another; on Intel's cores eighths of it side by side where
+ * memory and products take about as long (10 % at 16 and 24 rows, 1 at 48; at 8 it costs 4 %, at 64 up to 3). */
 static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step *s, int64_t rows,
                                        fmoe_overlap *overlap)
 {
@@ -81,7 +82,8 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
     w->into_l1 = rows >= FEW_ROWS;
 }
 
-/* Multiplied where it lies (gemm_nmajor_inplace): columns that are neighbours, whole panels of them. */
+/* The kernel for weights that are multiplied in place (gemm_nmajor_inplace): n-major, whole panels of columns. NULL:
+ * others. */
 static fmoe_gemm_nmajor_inplace_fn *nmajor_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
     const bool regular =
@@ -99,7 +101,7 @@ static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_s
     return !fmoe_is_prepacked(s) && !nmajor_kernel(cpu, s) && !few_rows_kernel(cpu, g, s);
 }
 
-/* Let it fetch the lines of panel j of such a step. */
+/* Let the product prefetch the lines of panel j of such a step. */
 static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
@@ -114,9 +116,9 @@ static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap 
     w->left = (int64_t)w->length * w->per_half;
 }
 
-/* Let panel j of one of the last two chunks, or of the only one, fetch a matrix that the epilogue touches. Each of its
- * rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows leave memory no
- * time for more than the weights. */
+/* Let panel j of one of the last two chunks, or of the only one, prefetch a matrix that the epilogue reads or writes.
+ * Each of its rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows
+ * leave memory no time for more than the weights. */
 static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_operand *epilogue_operands, int64_t j,
                                       fmoe_overlap *overlap)
 {
@@ -134,8 +136,8 @@ static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_op
     w->left = (int64_t)w->length * w->per_half;
 }
 
-/* Let it fetch the lines a chunk lies in: eight columns, or eight k, side by side. Of columns that are neighbours, `s`
- * is fetched up to PREFETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
+/* Let the product prefetch the lines of a chunk: eight columns, or eight k, side by side. Of n-major weights, `s` is
+ * prefetched up to PREFETCH_AHEAD k only, after what `before`, the chunk that is packed now, has beyond that. */
 static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_t rows, fmoe_overlap *overlap)
 {
     enum { LINE = 64, PREFETCH_AHEAD = 32 };
@@ -161,7 +163,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     w->into_l1 = rows >= FEW_ROWS && kmajor;
 }
 
-/* ---- a worker's line of chunks ---- */
+/* ---- the pipeline of a worker ---- */
 
 fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
                                   bool (*next)(void *, fmoe_step *), void *state)
@@ -175,16 +177,17 @@ fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g
                            .panel = {scratch->panel, (char *)scratch->panel + FMOE_PANEL_BYTES}};
 }
 
-/* The rows of A that a step multiplies, `from` and so many of them. */
+/* Pointers to the rows of A that a step multiplies, so many of them after the first `from`. */
 static void point_at_rows(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
 {
     fmoe_point(s->a, l->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype), a);
 }
 
-/* c[rows][64] (+)= A . W^T over one chunk that lies where it is stored; `then`: the one after it, or NULL. While a
- * panel of it is multiplied, the next one is fetched: into L1 too where rows are many, for the tile that takes it from
- * there waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few a core's buffers for
- * L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not measured. */
+/* c[rows][64] (+)= A . W^T over one chunk of n-major weights in place; `then`: the one after it, or NULL. While a panel
+ * of it is multiplied, the next one is prefetched: into L1 too where rows are many, for the first tile, which takes it
+ * from there, waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few, a core's
+ * buffers for L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not
+ * measured. */
 static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { MANY_ROWS = 40 };
@@ -204,10 +207,10 @@ static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fm
     }
 }
 
-/* c[rows][64] (+)= A . W^T for few rows, by columns where they lie along k; `then`: as above. What comes 16 columns
- * later is fetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory).
- * Intel's cores are faster by 3 to 10 % with lines of the columns themselves, 768 bytes ahead and into L1; Zen 4 is
- * slower by 8 to 17. */
+/* c[rows][64] (+)= A . W^T for few rows, by k-major weights in place; `then`: as above. What comes 16 columns later is
+ * prefetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory). Intel's
+ * cores are faster by 3 to 10 % with lines of the same columns, 768 bytes ahead and into L1; Zen 4 is slower by 8
+ * to 17. */
 static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
 {
     enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
@@ -249,7 +252,7 @@ static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const ch
             fmoe_load_row(&cpu->k, s->a->dtype, row_f32, a[i], s->kc);
             a[i] = row_f32;
         }
-        for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of the work on the side */
+        for (int64_t j = 0; j < panels; j++, calls--) { /* each with its share of what overlaps */
             const int64_t pack = overlap->pack.left / calls, prefetch = overlap->prefetch.left / calls;
             const int64_t later[2] = {overlap->pack.left - pack, overlap->prefetch.left - prefetch};
             overlap->pack.left = pack;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pipeline.h - weights chunk by chunk. A worker sees all the chunks of its tasks as one line, which runs on over tasks
- * and experts: while one is multiplied, the next is packed and the one after fetched. */
+ * pipeline.h - weights chunk by chunk. All the chunks of a worker, over its tasks and experts, are one pipeline: while
+ * one is multiplied, the next is packed and the one after prefetched. */
 #ifndef FMOE_CPU_PIPELINE_H
 #define FMOE_CPU_PIPELINE_H
 
@@ -15,24 +15,23 @@ typedef struct fmoe_step {
     int64_t n0, n, k0, kc;         /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
     int64_t chunk;                 /* k that are summed from zero: kc, or less where all of k is taken at once */
     int64_t e, row, rows;          /* rows of A */
-    const fmoe_rows *a;            /* A itself, or the rows of a low-rank term */
+    const fmoe_rows *a;            /* A itself, or the rows of a LoRA term */
     int64_t a_column;              /* where A's k starts in its rows */
     bool first, last;              /* of the sum over k */
-    int64_t t0, t1;                /* out: the tokens whose sums these columns are part of */
-    int64_t first_column, columns; /* out: the columns of the task, of which these are some */
-    bool opens, closes;            /* out: first and last of all steps of those sums */
+    int64_t t0, t1;                /* combine: the tokens whose sums these columns are part of */
+    int64_t first_column, columns; /* combine: the columns of the task, of which these are some */
+    bool opens, closes;            /* combine: first and last of all steps of those sums */
 } fmoe_step;
 
 /* ---- chunking.c ---- */
 
-int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v,
-                      bool lora); /* k of a chunk; low: of a low-rank term */
+int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool lora); /* k of a chunk; lora: of a LoRA term */
 int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks,
                        int64_t tasks);
 int64_t fmoe_rows_of_task(int64_t rows); /* of an expert that has so many */
 
 const char *fmoe_chunk_at(const fmoe_step *s, int i); /* where the chunk of matrix i begins */
-bool fmoe_is_kmajor(const fmoe_step *s);              /* k is what lies along memory */
+bool fmoe_is_kmajor(const fmoe_step *s);              /* k is contiguous in memory */
 bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 int64_t fmoe_panels_in(const fmoe_step *s);
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
@@ -48,8 +47,8 @@ typedef struct fmoe_pipeline {
     fmoe_scratch *scratch;
     bool (*next)(void *state, fmoe_step *s); /* false: no more */
     void *state;
-    const fmoe_epilogue_operand *epilogue_operands; /* by the epilogue; NULL: nothing */
-    fmoe_step steps[3];                             /* multiplied, packed, fetched: in turn, from `first` on */
+    const fmoe_epilogue_operand *epilogue_operands; /* of the epilogue; NULL: none */
+    fmoe_step steps[3];                             /* multiplied, packed, prefetched: in a ring, from `first` on */
     int first;
     int n; /* how many of them there are; the first time, -1 */
     char *panel[2];

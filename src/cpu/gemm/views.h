@@ -6,9 +6,9 @@
 
 #include "cpu/groups.h"
 
-/* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. Packed (block > 0): p is its first panel,
- * the panels of a block of columns lie one after another, those of the next block `block` bytes on, and sk says how the
- * matrix lay that they were made of (1: along k). */
+/* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. Prepacked (block > 0): p is its first panel,
+ * the panels of a block of columns follow one another, those of the next block `block` bytes on, and sk says which
+ * matrix they were made of (1: k-major). */
 typedef struct fmoe_view {
     char *p;
     int64_t N, K, sn, sk;
@@ -22,7 +22,7 @@ typedef struct fmoe_stack {
     bool swap;         /* exchange the roles of N and K */
     int64_t row, rows; /* only rows [row, row+rows) of the stored N dimension: one half of W1. rows 0: all */
     int dtype;
-    fmoe_view prepacked; /* of expert 0, where its block is not 0; the others `expert` bytes on, each */
+    fmoe_view prepacked; /* of expert 0, where its block is not 0; each of the others `expert` bytes on */
     int64_t expert;
 } fmoe_stack;
 
@@ -100,7 +100,7 @@ typedef struct fmoe_scratch {
 enum {
     FMOE_ROW_BLOCK = 512,
     FMOE_TASK_ROWS = 144,
-    FMOE_PANELS = 4, /* of 64 columns, at a time, where columns are neighbours in memory */
+    FMOE_PANELS = 4, /* of 64 columns, at a time, of n-major weights */
     FMOE_TOKEN_BLOCK = 2048,
     FMOE_WIDEN_ROWS = 48,
     FMOE_LEFT_PANELS = 8

@@ -3,13 +3,13 @@
  * wgrad.c - weight and bias gradients: products that contract over the rows of an expert.
  *
  * dW[n,k] = sum_r A[r,n] B[r,k]. Both operands are packed row by row ([r][columns]), so nothing is transposed: 64
- * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are neighbours in dW. A task
- * owns a range of rows of dW, keeps the packed A for them, and walks along the columns; sums stay in registers over all
- * rows of the expert, up to a chunk, and go from there to memory where the level can (outer_*). */
+ * columns of B make the panel, columns of A are broadcast. B is the operand whose columns are contiguous in dW. A task
+ * owns a range of rows of dW, keeps the packed A for them, and goes through the columns; sums stay in registers over
+ * all rows of the expert, up to a chunk, and go from there to memory where the level can (wgrad_f32, wgrad_bf16). */
 #include "cpu/gemm/jobs.h"
 
-/* Where a level transposes the left operand (AMX), its rows of dW are rows of their own, padded to whole steps of 32.
- */
+/* Where a level transposes the left operand (AMX), each of its columns, a row of dW, is contiguous, padded to whole
+ * steps of 32. */
 static bool left_transposed(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_wgrad_left_pairs; }
 
 static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
@@ -126,7 +126,7 @@ static void store_wgrad(const fmoe_kernels *k, const float *c, char *dst, int64_
     }
 }
 
-/* The gradient of one expert with its neighbours along K: dW itself or its transpose. */
+/* The gradient of one expert with K contiguous: dW itself or its transpose. */
 static fmoe_view wgrad_view(const fmoe_wgrad_job *job, int64_t e, bool *swapped)
 {
     const fmoe_view v = fmoe_stack_at(&job->dw, e);
@@ -186,7 +186,7 @@ typedef struct operand {
     int64_t e, row, column;
 } operand;
 
-/* The 64 columns after those that the scratch points to, which are packed next: fetched while others are multiplied,
+/* The 64 columns after those that the scratch points to, which are packed next: prefetched while others are multiplied,
  * for they may have left the cache since they were written. */
 static fmoe_prefetch_rows next_columns(const fmoe_scratch *s, const operand *o, int64_t kc)
 {
@@ -249,7 +249,7 @@ static void wgrad_task(const fmoe_wgrad_job *job, fmoe_scratch *s, int64_t e, in
     }
 }
 
-/* An expert without rows: zeros, past the cache as other gradients, or left alone when accumulating. */
+/* An expert without rows: zeros, by nontemporal stores as other gradients, or left alone when accumulating. */
 static void zero_task(const fmoe_wgrad_job *job, int64_t e, int64_t n0, int64_t m)
 {
     bool swapped;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * widen.c - rows of a product into the experts as f32 products like them, made once before the product: widened, where
- * the level has no unit for their type (with every 64 columns again it is 5 % of the forward), and not a multiple of a
- * page apart where all rows of a tile are read at once (their same bytes would share the eight lines of one set of L1
- * with the columns that are packed: 6 % of the f32 forward on AVX2 at 64 rows, H = 2048). */
+ * widen.c - rows of A as f32 products want them, made once before the product: widened, where the level has no unit for
+ * their type (widened again for every 64 columns, it is 5 % of the forward), and not a multiple of a page apart where
+ * all rows of a tile are read at once (their same bytes would share the eight lines of one set of L1 with the columns
+ * that are packed: 6 % of the f32 forward on AVX2 at 64 rows, H = 2048). */
 #include "cpu/gemm/jobs.h"
 
 enum { GRAIN = 16 }; /* rows of one piece of work */

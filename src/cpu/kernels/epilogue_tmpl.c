@@ -12,7 +12,7 @@
 
 static int64_t whole_steps(int64_t n) { return (n + STEP - 1) / STEP * STEP; }
 
-/* Rows lie pages apart, and no core's own prefetcher follows that. */
+/* Rows are pages apart, and no core's own prefetcher follows that. */
 enum { AHEAD = 6 };
 INLINE void prefetch_step(const char *p, int64_t element)
 {
@@ -160,7 +160,7 @@ void NAME(fmoe_act_backward)(const fmoe_act_params *act, const fmoe_act_rows *x)
 
 /* ---- blocks of sums to memory ---- */
 
-/* Past the cache only what is whole lines. A worker puts a fence after all of its stores (parallel.c). */
+/* Nontemporal only where whole lines are written. A worker puts a fence after all of its stores (parallel.c). */
 INLINE void store_block(const int type, char *to, int64_t stride, const float *c, int64_t m, int64_t n,
                         bool nontemporal)
 {

@@ -25,7 +25,7 @@ static inline void tile(const int mr, int64_t kc, const void *const *a, int64_t 
 void fmoe_gemm_f32_c(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                      int64_t ldc, int first, fmoe_overlap *overlap)
 {
-    (void)overlap; /* fetching by hand pays only beside wide vectors */
+    (void)overlap; /* prefetching by hand pays only with wide vectors */
     for (int strip = 0; strip < FMOE_NB / NR; strip++) {
         const float *b = (const float *)panel + strip * kc * NR;
         int64_t i = 0;

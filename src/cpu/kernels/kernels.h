@@ -5,16 +5,24 @@
  * Everything the layer multiplies is C[rows,64] += A[rows,kc] . B[kc,64]: 64 columns at a time, k in chunks, f32
  * accumulators.
  *
- *   B is packed into a panel of 64 columns. Three forms:
- *     f32    element (k,n) at panel[(n/nr)*kc*nr + k*nr + n%nr]; nr is the level's register width (16 or 64)
- *     pairs  bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is
- *            padded
- *     quads  f32 or pairs, four units of a column side by side: blocks of 16 bytes (k/4 or k/8, n), nq = nr/4 columns
- *            at a time: block s of column n at panel[((n/nq*steps + s)*nq + n%nq)*16]; what kc leaves of one is zero
+ * Weights are stored k-major (k contiguous in memory: [out,in], the forward of Hugging Face's layout) or n-major
+ * (columns contiguous: [in,out], and the backward of that layout).
  *
- * A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16,
- * the panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes;
- * not in the form of quads).
+ *   B is packed into a panel of 64 columns. Three forms:
+ *     f32     element (k,n) at panel[(n/nr)*kc*nr + k*nr + n%nr]; nr is the level's register width (16 or 64)
+ *     pairs   bf16, two k side by side for the dot-product instruction: 32-bit units (k/2,n), nr = 64; an odd kc is
+ *             padded
+ *     kmajor  f32 or pairs, four units of a column together: blocks of 16 bytes (k/4 or k/8, n), nq = nr/4 columns at
+ *             a time: block s of column n at panel[((n/nq*steps + s)*nq + n%nq)*16]; what kc leaves of one is zero
+ *
+ * Names say what is done to get there. pack_nmajor: n-major weights, copied. pack_transposed: k-major weights,
+ * transposed into f32 or pairs. pack_kmajor: k-major weights into a kmajor panel, 16 bytes at a time, nothing
+ * transposed. widen: 16-bit weights become f32 on the way. inplace: no panel, or one that the kernel itself fills as it
+ * multiplies.
+ *
+ * A is a list of row pointers. Going from one k (pair) to the next adds a_step bytes: 4 in a row of f32 or bf16, the
+ * panel's row length when A is itself a packed panel (weight gradients, which contract over rows: no transposes; not by
+ * kmajor panels).
  *
  * The sum over k runs chunk by chunk, from first to last, for every element, whatever the number of rows: that is what
  * makes results independent of the batch and of the number of threads. */
@@ -34,35 +42,33 @@ enum {
 
 /* c[i][0..63] (row stride ldc) = (first ? 0 : c) + sum over k of a[i][k] * panel[k][.], i < rows. The chunk is summed
  * from zero and then added: rounding errors grow with the chunk, not with K. An odd kc in the pairs form reads the last
- * A element alone (nothing past the row's end is touched). What `side` asks for is done meanwhile: all of its fetching
- * that there is time for, all of its packing or none. */
+ * A element alone (nothing after the row's end is read). What `overlap` asks for is done meanwhile: as much of its
+ * prefetching as there is time for, all of its packing or none. */
 typedef void fmoe_gemm_fn(int64_t rows, int64_t kc, const void *const *a, int64_t a_step, const void *panel, float *c,
                           int64_t ldc, int first, fmoe_overlap *overlap);
 
-/* The same with a panel that is not packed yet: its columns lie at w, neighbours in memory, w_step bytes from one k to
- * the next, in the type that is multiplied (wide: bf16 or f16, and f32 is). `panel` is room for it; a's rows are f32 or
- * bf16 (a_step 4). */
+/* The same by n-major weights in place: 64 columns at w, w_step bytes from one k to the next, in the type that is
+ * multiplied (widen: in bf16 or f16, multiplied as f32). `panel` is room for a panel, which the first rows leave there
+ * for the others; a's rows are f32 or bf16 (a_step 4). */
 typedef void fmoe_gemm_nmajor_inplace_fn(int64_t rows, int64_t kc, const void *const *a, const void *w, int64_t w_step,
                                          void *panel, float *c, int64_t ldc, int first, fmoe_overlap *overlap);
 
-/* The same, bit for bit, as gemm by panels of quads, one for each `chunk` of kc, for few rows and without panels: 32
- * columns where they lie along k, `step` bytes apart. */
+/* The same, bit for bit, as gemm_kmajor by one panel for each `chunk` of kc, for few rows and without panels: 32
+ * columns of k-major weights in place, `step` bytes apart. */
 typedef void fmoe_gemm_kmajor_few_rows_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
                                           int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
 
-/* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16.
- * rows: rows[k] points to n elements that are neighbours in n.  cols: cols[j] points to kc elements that are neighbours
- * in k. */
+/* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16. nmajor: pointers[k] points to n elements,
+ * contiguous in n. transposed, kmajor: pointers[j] points to kc elements, contiguous in k. */
 typedef void fmoe_pack_fn(void *panel, int64_t kc, int64_t col, const void *const *pointers, int64_t n);
 
 /* n columns of kc rows of bf16, transposed: dst[j][k], each column ceil(kc/32)*32 long, padded with zeros. */
 typedef void fmoe_pack_wgrad_left_fn(void *dst, int64_t kc, const void *const *rows, int64_t n);
 
-/* Weights where they lie (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n weights, w_stride bytes
+/* k-major weights in place (AMX): c[i][0..n-1] = sum over k of x[i][k] * w[j][k], i < rows, n weights, w_stride bytes
  * apart. x is in tiles: 16 rows at a time, in room for ceil(K/32) tiles each, as pack_tiles makes them of n <= 16 rows:
- * 16 pairs of k, each n units long, so that few rows stay in L1 whatever K is.
- * `next`: where the weights of the next call begin, as far apart, which are brought into L2 meanwhile; NULL: unknown.
- */
+ * 16 pairs of k, each n units long, so that few rows stay in L1 whatever K is. `next`: where the weights of the next
+ * call begin, as far apart, which are prefetched into L2 meanwhile; NULL: unknown. */
 typedef void fmoe_pack_tiles_fn(void *tiles, int64_t K, const void *const *rows, int64_t n);
 typedef void fmoe_gemm_inplace_fn(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride,
                                   int64_t n, float *c, int64_t ldc, const void *next);
@@ -85,8 +91,8 @@ typedef void fmoe_act_block_fn(const fmoe_act_params *act, const float *g, const
                                void *a, int64_t stride, int type);
 
 /* Given da = dL/da of m rows of n columns: dg and du of p * da, p * a, and <da, a> in a fixed order. Rows of da are
- * FMOE_NB floats apart, the others as many elements as it says: 0 for those that nobody reads. h has
- * one type, dh and pa another; dh may take h's place, element by element. Ungated: g and dg are not touched. */
+ * FMOE_NB floats apart, the others as many elements as it says: 0 for those that nobody reads. h has one type, dh and
+ * pa another; dh may take h's place, element by element. Ungated: g and dg are neither read nor written. */
 typedef struct fmoe_act_rows {
     int64_t m, n;
     const void *g, *u;
@@ -99,13 +105,14 @@ typedef struct fmoe_act_rows {
 
 typedef void fmoe_act_backward_fn(const fmoe_act_params *act, const fmoe_act_rows *rows);
 
-/* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. `past`: whole cache lines bypass
- * the cache, as a weight gradient's do, which is written once and not read soon. */
+/* m rows of 64 f32 sums to a matrix (row stride in elements), n <= 64 columns of them. `nontemporal`: whole cache lines
+ * bypass the cache, as a weight gradient's do, which is written once and not read soon. */
 typedef void fmoe_store_block_fn(void *dst, int64_t stride, const float *c, int64_t m, int64_t n, bool nontemporal);
 
-/* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.],
- * i < m. `left` is panels of 64 columns, one after another, or as pack_wgrad_left makes it where a level has that.
- * Every row of dst is whole cache lines, in `dtype`. Where the next panel's rows lie may be fetched meanwhile. */
+/* The same straight from two packed panels: dst[i][0..63] = (c ? c[i] : 0) + sum over k of left[k][i] * panel[k][.], i
+ * < m. `left` is panels of 64 columns, one after another, or as pack_wgrad_left makes it where a level has that. Every
+ * row of dst is whole cache lines, in `dtype`, stored nontemporally. The rows of the next panel may be prefetched
+ * meanwhile. */
 typedef struct fmoe_prefetch_rows {
     const void *const *rows; /* [n], and 64 columns of them `offset` bytes on */
     int64_t n, offset;

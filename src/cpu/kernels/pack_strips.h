@@ -7,8 +7,7 @@
  *   typedef ... lanes;                                       a vector
  *   static inline lanes lanes_load(const int dtype, const char *p);
  *   static inline void lanes_store(float *to, lanes x);
- *   static inline void lanes_transpose(lanes x[LANES]);           a transposition
- */
+ *   static inline void lanes_transpose(lanes x[LANES]); */
 
 #include "cpu/kernels/load.h"
 

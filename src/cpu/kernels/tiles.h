@@ -3,13 +3,13 @@
  * tiles.h - from a register tile to a block of rows. Included after a file has defined
  *
  *   static inline void tile(const int form, const int mr, int64_t kc, const void *const *a, int64_t a_step,
- *                           const PANEL *b, float *c, int64_t ldc, int first, fmoe_overlap *side, int64_t tiles);
+ *                           const PANEL *b, float *c, int64_t ldc, int first, fmoe_overlap *overlap, int64_t tiles);
  *
  * with at most FMOE_MR rows, `form`, a constant that is the file's own, and PANEL, the type of its packed columns. Rows
- * are split evenly (8 rows: 4 + 4, not 6 + 2), and so is the work on the side: `tiles` share what is left of it, this
- * one included. */
+ * are split evenly (8 rows: 4 + 4, not 6 + 2), and so is what overlaps: `tiles` share what is left of it, this one
+ * included. */
 
-/* `parts`: how many calls, this one included, share the work on the side. */
+/* `parts`: how many calls, this one included, share what overlaps. */
 static inline __attribute__((always_inline)) void run_tiles(const int form, int64_t rows, int64_t kc,
                                                             const void *const *a, int64_t a_step, const PANEL *b,
                                                             float *c, int64_t ldc, int first, fmoe_overlap *overlap,

@@ -41,9 +41,9 @@ INLINE vec load(const void *p)
     return x;
 }
 
-/* Of each level: at_most, at_least (NaN stays), the sum of the lanes, put (to memory, or past the cache to whole
- * lines), bf16_rounded (in the upper halves), and conversions between two vectors and one of 16-bit numbers; all to
- * nearest even, and NaN stays. */
+/* Of each level: at_most, at_least (NaN stays), the sum of the lanes, put (to memory, or nontemporally to whole lines),
+ * bf16_rounded (in the upper halves), and conversions between two vectors and one of 16-bit numbers; all to nearest
+ * even, and NaN stays. */
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 enum { NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };

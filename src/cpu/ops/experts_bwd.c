@@ -30,7 +30,7 @@ typedef struct backward_buffers {
 
 static int64_t i_blocks(const fmoe_plan_impl *p) { return fmoe_ceil_div(p->d.I, FMOE_NB); }
 
-/* dh takes the place of h, element by element, where h is ours to write over and both lie alike. */
+/* dh takes the place of h, element by element, where h is ours to write over and both have one layout. */
 static bool dh_over_h(const fmoe_plan_impl *p)
 {
     const bool alike = fmoe_cpu(p)->work_type == p->d.dtype && !(p->gated && (p->d.flags & FMOE_INTERLEAVED));
@@ -117,7 +117,7 @@ static void dh_block(const dh_ctx *x, int64_t row, int64_t rows, int64_t n0, int
     cpu->k.act_backward(&x->act, &r);
 }
 
-/* The same row by row, where gate and up take turns in dh. */
+/* The same row by row, where columns of gate and up alternate in dh. */
 static void dh_row(const dh_ctx *x, int64_t r, int64_t n0, int64_t n, const float *c)
 {
     const fmoe_plan_impl *p = x->p;

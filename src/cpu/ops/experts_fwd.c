@@ -42,7 +42,7 @@ typedef struct up_ctx {
     fmoe_act_params act;
     char *h, *a;
     bool whole;
-    bool nontemporal; /* h goes past the cache: it is too large to stay there until the backward */
+    bool nontemporal; /* h is stored nontemporally: it is too large to stay in the cache until the backward */
 } up_ctx;
 
 enum { NONTEMPORAL_BYTES = 1 << 20 }; /* bytes; all weights are read in between: 0.3 % of forward and backward */

@@ -98,7 +98,7 @@ fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a
     return FMOE_OK;
 }
 
-/* Rows past the last group. */
+/* Rows after the last group. */
 static void zero_tail(const fmoe_tensor *dx, int64_t from)
 {
     const size_t element = fmoe_dtype_size(fmoe_tensor_dtype(dx));
@@ -111,7 +111,7 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
     gmm_buffers b;
     const bool accumulate = (run->flags & FMOE_ACCUMULATE) != 0, add = (run->flags & FMOE_ADD_DX) != 0;
     FMOE_TRY(gmm_groups(p, a, a->dy, run, &b));
-    /* f32 dy beside bf16 x and w (the router): all of it in f32. */
+    /* f32 dy with bf16 x and w (the router): all of it in f32. */
     const fmoe_cpu_plan f32 = fmoe_cpu_f32(fmoe_cpu(p));
     const fmoe_rows dy = gmm_rows(a, a->dy);
     const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &f32;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * lora.c - what passes between the factors of a low-rank adapter, and factors that are wider than the plan's dtype.
+ * lora.c - the first product of a LoRA adapter, rows by its factor A, and factors that are wider than the plan's dtype.
  */
 #include "cpu/ops/ops.h"
 
@@ -9,7 +9,7 @@ fmoe_stack fmoe_lora_factor(const fmoe_tensor *factor, bool swap)
     return (fmoe_stack){.t = factor, .swap = swap, .dtype = factor ? fmoe_tensor_dtype(factor) : 0};
 }
 
-/* ---- rows through one factor ---- */
+/* ---- rows by one factor ---- */
 
 typedef struct lora_project_ctx {
     const fmoe_cpu_plan *cpu;
@@ -46,7 +46,7 @@ fmoe_rows fmoe_lora_project(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_
     return fmoe_rows_buffer(l, ctx.rank, fmoe_cpu(p)->work_type);
 }
 
-/* ---- factors in f32 beside 16 bits: those of the experts that have rows, rounded ---- */
+/* ---- factors in f32 of a plan in 16 bits: those of the experts that have rows, rounded ---- */
 
 void fmoe_lora_factors_carve(fmoe_lora_factors *f, fmoe_carve *c, const fmoe_plan_impl *p)
 {
@@ -64,7 +64,7 @@ typedef struct narrow_run {
     fmoe_tasks tasks;
 } narrow_run;
 
-/* Neighbours lie along the last dimension but one. */
+/* The last dimension but one is contiguous. */
 static bool is_transposed(const fmoe_tensor *t) { return fmoe_stride(t, 2) != 1 && t->shape[2] > 1; }
 
 static void narrow_worker(void *arg, int worker)

@@ -32,14 +32,13 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
 fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
 
-/* lora.c: rows of A through one factor of an adapter, times its scale, into l [R, rank] of the work type; swap:
- * through its transpose. */
+/* lora.c: rows of A by one factor of an adapter, times its scale, into l [R, rank] of the work type; swap: by its
+ * transpose. */
 fmoe_rows fmoe_lora_project(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_scratch *scratch, fmoe_rows a,
                             const fmoe_tensor *factor, bool swap, float scale, void *l);
 fmoe_stack fmoe_lora_factor(const fmoe_tensor *factor, bool swap);
 
-/* Factors a1, b1, a2, b2 in f32 beside a plan of 16 bits: w with those in the plan's dtype, of experts that have rows.
- */
+/* Factors a1, b1, a2, b2 in f32 of a plan in 16 bits: w with those in the plan's dtype, of experts that have rows. */
 typedef struct fmoe_lora_factors {
     void *room[4];
     fmoe_tensor t[4];
@@ -49,8 +48,8 @@ void fmoe_lora_factors_carve(fmoe_lora_factors *f, fmoe_carve *c, const fmoe_pla
 fmoe_weights fmoe_lora_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_lora_factors *f,
                                       const fmoe_weights *w);
 
-/* prepacked.c: the weights of a layer as a packed buffer. Its bytes, 0 where the plan reads weights as they are stored;
- * whether a buffer is one of this plan's; and its stacks, W1's two halves as one where they are not whole. */
+/* prepacked.c: the weights of a layer as a packed buffer. Its bytes, 0 where the plan reads weights in place; whether a
+ * buffer is one of this plan's; and its stacks, W1's two halves as one where they are not whole. */
 fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes);
 fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, const fmoe_run *run);
 fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);

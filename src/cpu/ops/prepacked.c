@@ -21,7 +21,7 @@ typedef struct header {
     char level[16];
     int64_t version, dtype, E, H, I, h_cols;
     int64_t whole;            /* W1 is one matrix in stored order, not gate and up */
-    int64_t kmajor1, kmajor2; /* W1, W2 lay along k: [out,in] */
+    int64_t kmajor1, kmajor2; /* W1, W2 were k-major: [out,in] */
     char reserved[256 - 96];  /* zero */
 } header;
 
@@ -119,7 +119,7 @@ static void prepack_worker(void *arg, int worker)
     }
 }
 
-/* Whether the matrices of a stack lie along k, all of them or none. */
+/* Whether the matrices of a stack are k-major, all of them or none. */
 static fmoe_status stored_kmajor(const fmoe_plan_impl *p, const fmoe_stack *w, const char *name, bool *kmajor)
 {
     for (int64_t e = 0; e < (w->list ? p->d.E : 1); e++) {
@@ -175,8 +175,8 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
     size_t need;
     FMOE_TRY(fmoe_cpu_packed_bytes(p, &need));
     if (!need)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but level %s reads weights of this dtype where they lie",
-                         name, fmoe_cpu(p)->k.isa);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but level %s reads weights of this dtype in place", name,
+                         fmoe_cpu(p)->k.isa);
     if ((uintptr_t)packed % ALIGN)
         return fmoe_fail(FMOE_ERR_ALIGN, "%s at %p is not aligned to %d", name, packed, ALIGN);
     if (bytes < need)
@@ -202,7 +202,7 @@ fmoe_status fmoe_cpu_packed_check(const fmoe_plan_impl *p, const char *name, con
         if (all[i].made != all[i].plan)
             return fmoe_fail(FMOE_ERR_PLAN, "%s was made for %s = %" PRId64 ", the plan has %" PRId64, name,
                              all[i].what, all[i].made, all[i].plan);
-    if (!p->gated && !h.whole) /* no buffer of ours, and it would be read past its end */
+    if (!p->gated && !h.whole) /* no buffer of ours, and reading would go beyond its end */
         return fmoe_fail(FMOE_ERR_PLAN, "%s was made of gates and ups, activation %d has no gate", name, p->d.act);
     /* Lists are never interleaved, whatever the plan's flag; stacks are as it says. */
     const bool interleaved = p->gated && (p->d.flags & FMOE_INTERLEAVED);

@@ -3,10 +3,10 @@
  * gemm_neon_bf16.c - bf16 products with BFMMLA: a 2 x 2 block of C += 2 x 4 of A times 4 x 2 of B, twice the work of
  * BFDOT and four times that of an f32 multiply-add. Register tiles are 6 x 16: 3 pairs of rows by 8 pairs of columns.
  *
- * The instruction wants four neighbours in k from each of two columns, the panel has two: 16 columns at a time are
- * interleaved once more into a strip of 32 KiB, which stays in L1 while all rows pass. Every number of rows takes the
- * same instruction, so a row's bits do not depend on its company. BFMMLA treats denormals as zero and rounds sums to
- * odd; see docs/numerics.md. */
+ * The instruction wants four consecutive k from each of two columns, the panel has two: 16 columns at a time are
+ * interleaved once more into a strip of 32 KiB, which stays in L1 while all rows are multiplied. Every number of rows
+ * takes the same instruction, so a row's bits do not depend on the other rows. BFMMLA treats denormals as zero and
+ * rounds sums to odd; see docs/numerics.md. */
 #include "cpu/kernels/arm/neon.h"
 
 #include "cpu/kernels/kernels.h"
@@ -14,7 +14,8 @@
 
 enum { NR = 16 };
 
-/* How two rows of A lie: k runs along each (a_step 4), or down a panel, in which the two are neighbours or are not. */
+/* How two rows of A are stored: k contiguous in each (a_step 4), or down a panel, in which the two are adjacent columns
+ * or are not. */
 enum { KMAJOR, ADJACENT, APART };
 
 static inline uint32x2_t load2(const char *p)
@@ -125,7 +126,8 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
 #define PANEL uint32_t
 #include "cpu/kernels/tiles.h"
 
-/* 16 columns of a panel of pairs as quads of k: two rows of the panel become one, zeros where the second is missing. */
+/* 16 columns of a panel of pairs with four k of a column together: two rows of the panel become one, zeros where the
+ * second is missing. */
 static void make_strip(uint32_t *strip, const uint32_t *panel, int64_t kc)
 {
     for (int64_t k = 0; k < kc; k += 4, panel += 2 * FMOE_NB, strip += 2 * NR)
@@ -165,7 +167,7 @@ void fmoe_pack_nmajor_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, cons
     }
 }
 
-/* Pairs of k are neighbours in memory already: a transposition of 32-bit units. */
+/* Pairs of k are contiguous in memory already: a transposition of 32-bit units. */
 void fmoe_pack_transposed_pairs_neon_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
     for (int64_t j = 0; j < n; j += 4) {

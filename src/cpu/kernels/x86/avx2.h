@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * avx2.h - what kernels of 256-bit vectors share: loads of any storage type, fetching on the side, and quads of f32. */
+ * avx2.h - what kernels of 256-bit vectors share: loads of any storage type, prefetching, and the widening of 16 bits.
+ */
 #ifndef FMOE_AVX2_H
 #define FMOE_AVX2_H
 
@@ -17,11 +18,11 @@ static inline __attribute__((always_inline)) __m256 load8(const int dtype, const
     return _mm256_loadu_ps(p);
 }
 
-/* ---- fetching on the side ---- */
+/* ---- prefetching ---- */
 
-/* Fetching on the side (overlap.h) in two instructions a step: a sum whose carry is a line. It is kept in a register:
- * through memory, as fmoe_prefetch has it, a step of 12 multiply-adds would wait for the store of the step before (9 %
- * of the forward at 64 rows). */
+/* Prefetching (overlap.h) in two instructions a step: a sum whose carry is a line. It is kept in a register: through
+ * memory, as fmoe_prefetch has it, a step of 12 multiply-adds would wait for the store of the step before (9 % of the
+ * forward at 64 rows). */
 
 /* Lines a step, in 1/2^32: one at most. */
 static inline uint32_t prefetch_carry_rate(const fmoe_walk *w, int64_t steps)
@@ -35,7 +36,7 @@ static inline __attribute__((always_inline)) void prefetch_carry(fmoe_walk *w, u
     if (__builtin_expect(__builtin_add_overflow(*due, rate, due), 0)) fmoe_prefetch_line(w);
 }
 
-/* ---- four columns x 8 k of 16-bit elements as quads of f32, for AVX2 and AVX-512 ---- */
+/* ---- four columns x 8 k of 16-bit elements as blocks of four f32, for AVX2 and AVX-512 ---- */
 
 static inline __m128i load_kblock(const char *p) { return _mm_loadu_si128((const __m128i *)(const void *)p); }
 

@@ -2,12 +2,12 @@
  *
  * gemm_amx_bf16.c - bf16 products on AMX tiles: 32 x 32 blocks of C in four tiles, two tiles of A and two of B a step.
  *
- * The panels of bf16 pairs are tiles of B as they lie, and so are rows of A that lie equally far apart: nothing is
+ * The panels of bf16 pairs are tiles of B as they are, and so are rows of A that are equally far apart: nothing is
  * copied. (Copying gathered rows into tiles takes as long as multiplying them; experts gather once, before the
  * product.) Other rows, and the end of a K that is no multiple of 32, are copied and padded with zeros.
  *
- * k always goes in steps of 32 from 0, and rows do not touch one another: a row's bits depend on K alone. Few rows go
- * through tiles too (16 x 64 blocks): the sums of vdpbf16ps differ, and loading tiles is faster than memory.
+ * k always goes in steps of 32 from 0, and rows have no part in one another's sums: a row's bits depend on K alone. Few
+ * rows take tiles too (16 x 64 blocks): the sums of vdpbf16ps differ, and loading tiles is faster than memory.
  *
  * Tiles are configured on entry and released on return, 0.1 us: nothing of them is left in the thread. */
 #include "cpu/kernels/kernels.h"
@@ -37,8 +37,8 @@ static void copy_tile(tile *to, const void *const *a, int64_t rows, int64_t a_st
     }
 }
 
-/* Up to 32 rows, the upper and the lower 16 apart: their tiles' rows are `stride` apart, and `step` lies between one
- * tile and the next. `copies` hold what is not read where it lies, at the least the incomplete last step. */
+/* Up to 32 rows, the upper and the lower 16 apart: their tiles' rows are `stride` apart, and one tile is `step` after
+ * the other. `copies` hold what is not read in place, at the least the incomplete last step. */
 typedef struct a_block {
     const char *at[HALVES];
     int64_t stride[HALVES], step[HALVES];
@@ -64,13 +64,13 @@ static a_block a_block_of(const void *const *a, int64_t rows, int64_t kc, int64_
 
 /* ---- blocks of C ---- */
 
-/* The panel, and where its last, incomplete step lies: a copy padded with zeros. */
+/* The panel, and its last, incomplete step: a copy padded with zeros. */
 typedef struct b_panel {
     const uint32_t *full, *last;
     int64_t steps, full_steps;
 } b_panel;
 
-/* Work on the side, so much at each step: the vector units have nothing else to do. */
+/* What overlaps, so much at each step: the vector units have nothing else to do. */
 typedef struct overlap_share {
     fmoe_overlap *overlap;
     int64_t pieces, lines;
@@ -201,8 +201,8 @@ void fmoe_gemm_bf16_amx_bf16(int64_t rows, int64_t kc, const void *const *a, int
 
 /* ---- weight gradients ---- */
 
-/* Rows of 64 sums, added to earlier ones if there are, to memory past the cache. The tile unit makes no denormals, so
- * that the CPU's own rounding to bf16, which does not either, gives the bits of fmoe_float_to_bf16. */
+/* Rows of 64 sums, added to earlier ones if there are, to memory by nontemporal stores. The tile unit makes no
+ * denormals, so that the CPU's own rounding to bf16, which does not either, gives the bits of fmoe_float_to_bf16. */
 static inline __attribute__((always_inline)) void stream_rows(const int dtype, int64_t rows, const float *sums,
                                                               const float *c, char *to, int64_t bytes)
 {

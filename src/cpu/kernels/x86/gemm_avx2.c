@@ -68,7 +68,7 @@ void fmoe_gemm_f32_avx2(int64_t rows, int64_t kc, const void *const *a, int64_t 
                   overlap, FMOE_NB / NR - strip);
 }
 
-/* ---- columns that are neighbours, where they lie ---- */
+/* ---- n-major weights in place ---- */
 
 static inline __attribute__((always_inline)) void first_tile(const int dtype, int64_t mr, int64_t kc,
                                                              const void *const *a, const char *w, int64_t step,

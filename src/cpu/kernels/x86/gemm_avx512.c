@@ -39,7 +39,7 @@ static inline __m512 load16_f16(const void *p, __mmask16 m) { return _mm512_cvtp
 #include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
 /* Forms of a tile: one would have to hold all the addresses of these pieces in too few registers. KMAJOR: plus the type
- * that is widened on the side. */
+ * of what is widened as it is packed. */
 enum { PLAIN, WIDENING, KMAJOR };
 
 static inline __attribute__((always_inline)) void tile_piece(const int form, fmoe_overlap *overlap)

@@ -111,7 +111,7 @@ void fmoe_pack_nmajor_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, co
     }
 }
 
-/* Pairs of k are neighbours in memory already: a transposition of 32-bit units. */
+/* Pairs of k are contiguous in memory already: a transposition of 32-bit units. */
 void fmoe_pack_transposed_pairs_avx512_bf16(void *panel, int64_t kc, int64_t col, const void *const *cols, int64_t n)
 {
     for (int64_t j0 = 0; j0 < n; j0 += 16) {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_inplace_amx_bf16.c - products by weights where they lie: 16 rows of a matrix stored along k are a tile of A, so
+ * gemm_inplace_amx_bf16.c - products by k-major weights in place: 16 rows of a stored matrix are a tile of A, so
  * weights are read once, straight from memory, and never packed. What is packed is the activations, once, as tiles of
- * B. C comes out transposed and is turned in registers, 16 x 16 at a time: some 3 % of the time. Weights of the next
- * call are fetched on the side: 16 rows at a time are more streams than a core prefetches by itself.
+ * B. C comes out transposed and is transposed back in registers, 16 x 16 at a time: some 3 % of the time. Weights of
+ * the next call are prefetched meanwhile: 16 rows at a time are more streams than a core prefetches by itself.
  *
  * Also here: the transposed left operand of weight gradients. */
 #include "cpu/kernels/kernels.h"
@@ -13,8 +13,8 @@
 
 /* ---- packing ---- */
 
-/* Pairs of k are neighbours in memory already: a transposition of 32-bit units, n of them in a row of a tile. One row
- * is its own. Missing k are zeros. */
+/* Pairs of k are contiguous in memory already: a transposition of 32-bit units, n of them in a row of a tile. A single
+ * row needs none. Missing k are zeros. */
 void fmoe_pack_tiles_amx_bf16(void *tiles, int64_t K, const void *const *rows, int64_t n)
 {
     char *to = tiles;
@@ -94,8 +94,8 @@ static inline void inplace_step_32x16(const char *w0, const char *w1, int64_t st
     tile_dot(2, 5, 6);
 }
 
-/* Up to 32 weights: whole steps where they lie, the last, incomplete one copied and padded with zeros. Where there is
- * no second tile of them, the first again. */
+/* Up to 32 weights: whole steps in place, the last, incomplete one copied and padded with zeros. Where there is no
+ * second tile of them, the first again. */
 typedef struct weights {
     const char *at[2];
     int64_t n[2];
@@ -141,7 +141,7 @@ static inline void prefetch_lines(const char *at, int64_t stride, int64_t n)
 }
 
 /* Sums transposed, [32 weights][32 rows], of up to 32 rows of x; one row alone: its 16 sums side by side. Of the next
- * weights, n rows are fetched. */
+ * weights, n rows are prefetched. */
 static void inplace_block(const weights *w, const char *x, int64_t rows, float *sums, const char *next, int64_t n)
 {
     const bool odd = w->full_steps < w->steps;
@@ -200,7 +200,7 @@ void fmoe_gemm_inplace_amx_bf16(int64_t rows, int64_t K, const void *tiles, cons
         weights_of(&a, at, w_stride, columns, K);
         const char *x = tiles, *prefetch = n > 32 ? at + 32 * w_stride : next ? next : w;
         int64_t left =
-            n > 32 || next ? 32 : 0; /* rows of the next weights: each block of x fetches its share of them */
+            n > 32 || next ? 32 : 0; /* rows of the next weights: each block of x prefetches its share of them */
         for (int64_t i = 0; i < rows; i += 32, x += 2 * a.steps * TILE_BYTES) {
             const int64_t m = fmoe_min(32, rows - i), share = fmoe_ceil_div(left, fmoe_ceil_div(rows - i, 32));
             configure(&now, &a, m);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * gemm_kmajor_avx2.c - f32 products on AVX2 + FMA by weights that lie along k. A register of B is four k of two
- * columns, one of A the same four k of a row, twice: nothing is transposed. A tile is 6 rows x 4 columns, and its sums
- * run in four lanes that are added at the end of the chunk.
+ * gemm_kmajor_avx2.c - f32 products on AVX2 + FMA by k-major weights. A register of B is four k of two columns, one of
+ * A the same four k of a row, twice: nothing is transposed. A tile is 6 rows x 4 columns, and its sums run in four
+ * lanes that are added at the end of the chunk.
  *
- * Packing moves 16 bytes of a column at a time, and widens what is of 16 bits, in pieces beside the multiply-adds: all
- * of a panel in one of the tiles is more than passes between L1 and L2 meanwhile (7 % at 64 rows, 16 % at 16). */
+ * Packing moves 16 bytes of a column at a time, and widens 16-bit elements, in pieces between the multiply-adds: all of
+ * a panel in one of the tiles is more than can go between L1 and L2 meanwhile (7 % at 64 rows, 16 % at 16). */
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/x86/avx2.h"
 
@@ -37,7 +37,8 @@ static inline __attribute__((always_inline)) void piece(const int dtype, fmoe_ov
             for (int j = 0; j < 4; j++) _mm256_storeu_ps(to + 2 * i * STEP + 8 * j, out[j]);
         }
     }
-    overlap->to += 4 * STEP * sizeof(float); /* four columns after another, each to its end: so the panel lies, too */
+    overlap->to +=
+        4 * STEP * sizeof(float); /* four columns to their end, then the next four: that is the order of the panel */
     fmoe_walk_on(w);
 }
 
@@ -70,7 +71,7 @@ static inline __attribute__((always_inline)) void add_to(float *to, __m128 sum, 
     _mm_storeu_ps(to, first ? sum : _mm_add_ps(_mm_loadu_ps(to), sum));
 }
 
-/* `form`: the type of what is packed on the side. */
+/* `form`: the type of what is packed meanwhile. */
 static inline __attribute__((always_inline)) void tile(const int form, const int mr, int64_t kc, const void *const *a,
                                                        int64_t a_step, const float *b, float *c, int64_t ldc, int first,
                                                        fmoe_overlap *overlap, int64_t tiles)

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * intel_avx512.h - f32 tiles for Intel's cores: the side (overlap.h) is looked after once in a turn of several steps,
- * not in each, and rows of A are left to the core's own prefetchers. Sums are those of kmajor_avx512.h and
- * tile_avx512.h, bit for bit.
+ * intel_avx512.h - f32 tiles for Intel's cores: packing and prefetching (overlap.h) are looked after once in a batch of
+ * several steps, not in each, and rows of A are left to the core's own prefetchers. Sums are those of kmajor_avx512.h
+ * and tile_avx512.h, bit for bit.
  *
  * Such a core starts six instructions a cycle, and where another thread shares it every second cycle is the other's: 36
- * while the 24 multiply-adds of a step take their 12 cycles. 34 of them are the products; a look at the side and six
- * pointers in every step made it 60. One core of a Xeon, weights in L2: 86 % of the ceiling in steps, 95 in turns;
- * beside another thread, presumably, 60 and 71. Zen 4 gains nothing, and stays with steps. */
+ * while the 24 multiply-adds of a step take their 12 cycles. 34 of them are the products; a look at what overlaps and
+ * six pointers in every step made it 60. One core of a Xeon, weights in L2: 86 % of the ceiling in single steps, 95 in
+ * batches; with another thread on the core, presumably, 60 and 71. Zen 4 gains nothing, and stays with single steps. */
 
 enum { BATCH = 4, NMAJOR_BATCH = 16 }; /* steps */
 
@@ -32,7 +32,7 @@ static inline __attribute__((always_inline)) __m512 batch_dot(__m512 acc, __m512
     return acc;
 }
 
-/* One step: `quads`, four k of a row by 16 columns; else one by 64. `keep`: B is left in the panel. */
+/* One step: `kmajor`, four k of a row by 16 columns; else one by 64. `keep`: B is left in the panel. */
 static inline __attribute__((always_inline)) void batch_step(const int mr, const bool kmajor, const bool keep,
                                                              __m512 acc[FMOE_MR][4], const char *const at[FMOE_MR],
                                                              int64_t offset, const char *from, char *panel)
@@ -53,9 +53,9 @@ static inline __attribute__((always_inline)) void batch_step(const int mr, const
     }
 }
 
-/* What a turn is due, as kmajor_prefetch does it but four lines at a time: a third of the instructions. With these it
- * pays to fetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that much.
- * (Lying weights are fetched line by line: 4 % faster.) */
+/* What is due at a batch, as kmajor_prefetch does it but four lines at a time: a third of the instructions. With these
+ * it pays to prefetch what is packed next at many rows too, 12 % at 28 and 12 to 17 at 64; line by line it cost that
+ * much. (Weights in place are prefetched line by line: 4 % faster.) */
 static inline __attribute__((always_inline)) void batch_prefetch(fmoe_walk *w, int64_t rate)
 {
     for (w->due += rate; w->due >= 4 * 65536; w->due -= 4 * 65536) {
@@ -78,7 +78,7 @@ static inline __attribute__((always_inline)) void batch_piece(int widen, fmoe_ov
     else kmajor_piece(0, overlap);
 }
 
-/* kmajor_tile, of whole turns. */
+/* kmajor_tile, of whole batches. */
 static inline __attribute__((always_inline)) void kmajor_batched_tile(int widen, const int mr, int64_t bytes,
                                                                       const void *const *a, const char *b, float *c,
                                                                       int64_t ldc, int first, fmoe_overlap *overlap,
@@ -106,7 +106,7 @@ static inline __attribute__((always_inline)) void kmajor_batched_tile(int widen,
     }
 }
 
-/* Not inline: beside it the other form came out 5 % slower at 16 rows. */
+/* Not inline: inlined with it, the other form came out 5 % slower at 16 rows. */
 static __attribute__((noinline)) void kmajor_batched(int widen, int64_t rows, int64_t bytes, const void *const *a,
                                                      const char *b, float *c, int64_t ldc, int first,
                                                      fmoe_overlap *overlap)
@@ -124,7 +124,7 @@ static __attribute__((noinline)) void kmajor_batched(int widen, int64_t rows, in
     }
 }
 
-/* nmajor_tile, whose panel is then what lies there for the other tiles. */
+/* nmajor_tile, in batches; the panel that the first tile fills is the weights of the other tiles. */
 static inline __attribute__((always_inline)) void nmajor_batched_tile(const int mr, const bool keep, int64_t kc,
                                                                       const void *const *a, const char *w, int64_t step,
                                                                       char *panel, float *c, int64_t ldc, int first,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * kmajor_avx512.h - products by weights that lie along k, on AVX-512: panels of quads (kernels.h), made by moving 16
- * bytes at a time. Included after a file has defined DOT_UNITS(acc, a, b), the multiply-add of its 32-bit units.
+ * kmajor_avx512.h - products by k-major weights on AVX-512: kmajor panels (kernels.h), made by moving 16 bytes at a
+ * time. Included after a file has defined DOT_UNITS(acc, a, b), the multiply-add of its 32-bit units.
  *
  * A panel of single units is a transposition: on Zen 4 its shuffles and its 64 half stores take 14 % of the time of 16
  * rows, for shuffles across lanes and most stores share units with the multiply-adds. Blocks of four units need none: a
@@ -46,7 +46,7 @@ static inline __attribute__((always_inline)) void kmajor_piece(const int widen, 
                          : "memory");
     }
     overlap->to += 4 * KMAJOR_STEP;
-    if (w->in_run == 1) /* the last of a run: on to the four columns beside it, or to the next sixteen */
+    if (w->in_run == 1) /* the last of a run: on to the next four columns, or to the next sixteen */
         overlap->to += w->run % 4 < 3 ? 4 * KBLOCK - w->length * 4 * KMAJOR_STEP : -3 * 4 * KBLOCK;
     fmoe_walk_on(w);
 }
@@ -85,10 +85,10 @@ static inline __attribute__((always_inline)) void kmajor_store(const int mr, __m
     }
 }
 
-/* fmoe_prefetch in fewer instructions: `at` is the line itself, and none is asked whether it is there (one too many
- * does no harm). At 8 to 16 rows a step has 16 to 24 multiply-adds and up to two of these lines and half a piece beside
- * them: a core that starts six instructions a cycle has none to spare. (In the loops of pairs, where gcc has two walks
- * to keep, it came out 2 % slower.) */
+/* fmoe_prefetch in fewer instructions: `at` is the line itself, and nothing asks whether one is left (one too many does
+ * no harm). At 8 to 16 rows a step has 16 to 24 multiply-adds, and up to two of these lines and half a piece with them:
+ * a core that starts six instructions a cycle has none to spare. (In the loops of pairs, where gcc has two walks to
+ * keep, it came out 2 % slower.) */
 static inline __attribute__((always_inline)) void kmajor_prefetch(fmoe_walk *w)
 {
     int64_t due = w->due + w->rate;
@@ -104,9 +104,9 @@ static inline __attribute__((always_inline)) void kmajor_prefetch(fmoe_walk *w)
     w->due = due;
 }
 
-/* `bytes` of each row of A. What is seldom wanted is volatile: for want of registers a compiler keeps it in those of
- * vectors, and moves it from there in every step. (This, and few instructions on the side, are 6 % at 8 and at 16 rows
- * of bf16, 12 and 5 % of f32.) */
+/* `bytes` of each row of A. What is seldom wanted is volatile: for want of registers a compiler keeps it in vector
+ * registers, and moves it from there in every step. (This, and few instructions for what overlaps, are 6 % at 8 and at
+ * 16 rows of bf16, 12 and 5 % of f32.) */
 static inline __attribute__((always_inline)) void kmajor_tile(const int widen, const int mr, int64_t bytes,
                                                               const void *const *a, const char *b, float *c,
                                                               int64_t ldc, int first, fmoe_overlap *overlap,

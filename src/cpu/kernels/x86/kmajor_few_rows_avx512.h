@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * kmajor_few_rows_avx512.h - products of few rows by weights that lie along k, on AVX-512: no panel, registers of B are
- * put together where they are used. The same bits as by panels of quads. Included after kmajor_avx512.h. */
+ * kmajor_few_rows_avx512.h - products of few rows by k-major weights in place, on AVX-512: no panel, registers of B are
+ * put together where they are used. The same bits as by kmajor panels. Included after kmajor_avx512.h. */
 
 enum { LINE = 4 * KBLOCK, FEW_ROWS_MR = 8 }; /* FEW_ROWS_MR: rows of a register tile */
 
-/* A cache line of each of four columns, as four registers of B: 2 shuffles a line, which beside a broadcast for every
- * second multiply-add take the place of as many. (Inserts from memory take half as long again, masked loads more.) */
+/* A cache line of each of four columns, as four registers of B: 2 shuffles a line, which, with a broadcast for every
+ * second multiply-add, take the place of as many. (Inserts from memory take half as long again, masked loads more.) */
 static inline __attribute__((always_inline)) void few_rows_load_b(const char *p, int64_t step, __m512 b[4])
 {
     const __m512 w = _mm512_loadu_ps(p), x = _mm512_loadu_ps(p + step), y = _mm512_loadu_ps(p + 2 * step),

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * nmajor_inplace_avx512.h - products by weights where they lie, 64 columns side by side in memory, on AVX-512: the
+ * nmajor_inplace_avx512.h - products by n-major weights in place, 64 columns contiguous in memory, on AVX-512: the
  * backward's, as Hugging Face stores them. Included after tile_avx512.h and after a file has defined
  *
  *   static inline void nmajor_load(const char *w, int64_t step, bool whole, __m512 b[4]);      one step of k
  *
- * which is not whole at the end of an odd kc. The first tile of rows takes the weights from where they lie, and
- * leaves them packed for the others. Packing a chunk ahead, between the steps of another one, takes more than twice as
- * long: at 64 rows, bf16, 8 to 14 % of the product, and few rows need no panel at all. */
+ * which is not whole at the end of an odd kc. The first tile of rows takes the weights from memory, and leaves them
+ * packed for the others. Packing a chunk ahead, between the steps of another one, takes more than twice as long: at 64
+ * rows, bf16, 8 to 14 % of the product, and few rows need no panel at all. */
 
 static inline __attribute__((always_inline)) void nmajor_step(const int mr, const bool keep, const bool whole,
                                                               __m512 acc[FMOE_MR][4], const char *const volatile *row,

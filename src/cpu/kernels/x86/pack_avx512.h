@@ -25,7 +25,7 @@ static inline void prefetch_row(const void *row, int64_t bytes)
     for (int64_t b = 0; b < bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T0);
 }
 
-/* What lies after n columns of a row is packed next, as a rule. */
+/* What comes after n columns of a row is packed next, as a rule. */
 static inline void prefetch_right(const void *row, int64_t bytes)
 {
     for (int64_t b = bytes; b < 2 * bytes; b += 64) _mm_prefetch((const char *)row + b, _MM_HINT_T1);
@@ -79,7 +79,7 @@ static inline __attribute__((always_inline)) void transpose16(__m512 r[16])
     for (int i = 0; i < 16; i++) r[i] = t[i];
 }
 
-/* A step of a packed panel, once more, by the first tile of those that read it. */
+/* Whether a step of a prepacked panel is prefetched once more: by the first tile of those that read it. */
 static inline bool take_prefetch_again(fmoe_overlap *overlap)
 {
     const bool prefetch_again = overlap->prefetch_again;
@@ -102,7 +102,7 @@ static inline char *piece_at(const fmoe_overlap *s)
     return s->panel + s->pack.run * s->to_run + (s->pack.length - s->pack.in_run) * s->to_step;
 }
 
-/* The same in the other half, where columns are neighbours. */
+/* The same in the other half, of n-major weights. */
 static inline const char *piece_other(const fmoe_overlap *s)
 {
     return s->pack.half[1] + (s->pack.at - s->pack.half[0]);
@@ -133,8 +133,8 @@ static inline __attribute__((always_inline)) void piece_transpose_store(const __
 #define OUT_IN_PARTS(z) "=&v"(z)
 #endif
 
-/* z[0..3] from rows p, p + step, ... of eight, `offset` bytes along, 16 bytes from their first four units to the second
- * four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
+/* z[0..3] from rows p, p + step, ... of eight, from `offset` bytes on, 16 bytes from their first four units to the
+ * second four. Written out, with few addresses: a compiler makes eight, and moves them to vector registers and back. */
 #define PIECE_FOUR(move, offset, suffix, mask)                                                                         \
     move " " offset "(%[p]), %" suffix "[z0]" mask "\n\t" move " " offset "(%[p],%[s]), %" suffix "[z1]" mask          \
          "\n\t" move " " offset "(%[p],%[s],2), %" suffix "[z2]" mask "\n\t" move " " offset "(%[p],%[t]), %" suffix   \

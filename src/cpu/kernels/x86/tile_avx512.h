@@ -6,10 +6,10 @@
  *   DOT_UNITS(acc, a, b)                                         the multiply-add of its 32-bit units
  *   enum { UNIT };                                               k of such a unit
  *   static inline __m512 tile_unit(const char *a, bool whole);   one of A, broadcast; not whole at the end of an odd kc
- *   enum { ..., KMAJOR };                                         forms of a tile, the last ones those of
- * kmajor_avx512.h static inline void tile_piece(const int form, fmoe_overlap *side);
+ *   enum { ..., KMAJOR };                                        forms of a tile, the last ones of kmajor_avx512.h
+ *   static inline void tile_piece(const int form, fmoe_overlap *overlap);
  *
- * In the forms of quads kc is in bytes. */
+ * In the forms of kmajor panels kc is in bytes. */
 
 static inline __attribute__((always_inline)) void sums_clear(const int mr, __m512 acc[FMOE_MR][4])
 {

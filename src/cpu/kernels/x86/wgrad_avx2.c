@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * wgrad_avx2.c - blocks of a weight gradient on AVX2 + FMA, from two packed panels to memory: the 6 x 16 tile of
- * gemm_avx2.c, whose rows are neighbours here. Sums of f32 leave the registers past the cache, a line each; in 16 bits
- * a tile has half a line, so they wait in L1 for the other columns of their rows. */
+ * gemm_avx2.c, whose rows are adjacent columns of a panel here. Sums of f32 leave the registers by nontemporal stores,
+ * a line each; in 16 bits a tile has half a line, so they wait in L1 for the other columns of their rows. */
 #include <immintrin.h>
 
 #include "cpu/kernels/kernels.h"
@@ -50,7 +50,7 @@ static inline __attribute__((always_inline)) void any_tile(int64_t mr, const boo
     }
 }
 
-/* Lines of what is packed next, a share of them before each tile. */
+/* Lines of what is packed next, a share of them prefetched before each tile. */
 typedef struct lines {
     const fmoe_prefetch_rows *of;
     int64_t at, all, share;

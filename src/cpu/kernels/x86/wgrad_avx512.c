@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * wgrad_avx512.c - blocks of a weight gradient, from two packed panels to memory: the 6 x 64 register tile of
- * gemm_avx512.c, whose sums leave the registers in the gradient's type and past the cache. An expert has few rows: at
- * 64 of them a detour of the sums through L1 and a second loop costs a quarter of the time.
+ * gemm_avx512.c, whose sums leave the registers in the gradient's type, by nontemporal stores. An expert has few rows:
+ * at 64 of them, sums that go to L1 first and are stored by a second loop cost a quarter of the time.
  *
  * Compiled twice: level avx512 multiplies f32, level avx512_bf16 pairs of bf16. */
 #include "cpu/kernels/kernels.h"
@@ -26,7 +26,7 @@ static inline __m512 multiply_add(__m512 acc, const void *a, __m512 b)
 }
 #endif
 
-/* What a tile fetches: lines [at, end), one with each of its steps. */
+/* What a tile prefetches: lines [at, end), one with each of its steps. */
 typedef struct lines {
     const fmoe_prefetch_rows *of;
     int64_t at, end;

@@ -65,6 +65,7 @@ if [ $released = 0 ]; then
     suite alloc "$bin/test_alloc"
     suite threads "$bin/test_threads"
     suite abi "$bin/test_abi"
+    suite layers tests/layers.py
     suite big "$bin/test_big"
     suite example tests/falls.sh "$bin/train_layer"
     suite install tests/install.sh "$build"

@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_abi.c - what the library shows: its symbols, its needs, its structs, its header, and who includes whom. Symbols
- * and structs are kept in tests/golden; after a wanted change, FMOE_WRITE_GOLDEN=1 test_abi writes them anew and the
- * diff is reviewed. */
-#include <dirent.h>
+ * test_abi.c - what the library shows: its symbols, its needs, its structs and its header (layers.py: who includes
+ * whom). Symbols and structs are kept in tests/golden; after a wanted change, FMOE_WRITE_GOLDEN=1 test_abi writes them
+ * anew and the diff is reviewed. */
 #include <stdarg.h>
-#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -225,85 +223,7 @@ TEST(header_in_cpp)
     compile_header("c++", "c++", "c++20");
 }
 
-/* ---- who includes whom (design, section 2) ---- */
-
-static int exists(const char *folder, const char *name)
-{
-    char path[2048];
-    struct stat s;
-    const int n = snprintf(path, sizeof path, "%s/%s", folder, name);
-    return n > 0 && (size_t)n < sizeof path && stat(path, &s) == 0;
-}
-
-/* What a folder may include with quotation marks beside its own files, and whether it may say folder/file of itself. */
-typedef struct layer_rule {
-    const char *folder, *own, *may;
-} layer_rule;
-
-static int included(const char *line, char *name, size_t n, char *bracket)
-{
-    while (*line == ' ') line++;
-    if (*line++ != '#') return 0;
-    while (*line == ' ') line++;
-    if (strncmp(line, "include", 7)) return 0;
-    line += 7 + strspn(line + 7, " ");
-    *bracket = *line;
-    snprintf(name, n, "%.*s", (int)strcspn(line + 1, "\">"), line + 1);
-    return 1;
-}
-
-static int scan_file(const layer_rule *r, const char *folder, const char *file)
-{
-    char path[2048], line[1024], name[256], bracket, word[300];
-    int n = 0;
-    const int length = snprintf(path, sizeof path, "%s/%s", folder, file);
-    FILE *f = length > 0 && (size_t)length < sizeof path ? fopen(path, "r") : NULL;
-    REQUIRE(f != NULL);
-    while (fgets(line, sizeof line, f)) {
-        if (!included(line, name, sizeof name, &bracket)) continue;
-        n++;
-        if (bracket == '<' && strcmp(r->folder, "include")) continue; /* system headers: the build knows which exist */
-        snprintf(word, sizeof word, " %s ", name);
-        const int own = exists(folder, name) || (*r->own && !strncmp(name, r->own, strlen(r->own)));
-        if (!own && !strstr(r->may, word)) TEST_FAIL("%s/%s includes \"%s\"", r->folder, file, name);
-    }
-    fclose(f);
-    return n;
-}
-
-TEST(layers_look_only_where_they_may)
-{
-    const layer_rule rules[] = {
-        {"include", "", " stddef.h stdint.h "},
-        {"src", "", " fusedmoe.h "},
-        {"src/cpu", "cpu/", " fusedmoe.h backend.h util.h "},
-        {"src/cpu/ops", "cpu/", " fusedmoe.h backend.h util.h "},
-        {"src/cpu/ref", "cpu/", " fusedmoe.h backend.h util.h "},
-        {"src/cpu/gemm", "cpu/", " fusedmoe.h backend.h util.h "},
-        {"src/cpu/kernels", "cpu/", " fusedmoe.h util.h "},
-        {"src/cpu/kernels/x86", "cpu/", " fusedmoe.h util.h "},
-        {"src/cpu/kernels/arm", "cpu/", " fusedmoe.h util.h "},
-        {"src/cuda", "cuda/", " fusedmoe.h backend.h util.h "},
-        {"src/ascend", "ascend/", " fusedmoe.h backend.h util.h "},
-        {"cli", "", " fusedmoe.h "},
-        {"examples", "", " fusedmoe.h "},
-    };
-    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
-        char folder[1024];
-        snprintf(folder, sizeof folder, FMOE_SOURCE "/%s", rules[i].folder);
-        DIR *d = opendir(folder);
-        REQUIRE(d != NULL);
-        int includes = 0;
-        for (struct dirent *e; (e = readdir(d));) {
-            const char *dot = strrchr(e->d_name, '.');
-            const int source = dot && (!strcmp(dot, ".c") || !strcmp(dot, ".h") || !strcmp(dot, ".inc") ||
-                                       !strcmp(dot, ".cu") || !strcmp(dot, ".cuh"));
-            if (source) includes += scan_file(&rules[i], folder, e->d_name);
-        }
-        closedir(d);
-        CHECK(includes > 0); /* the rule met something */
-    }
-}
+/* ---- what its sources may not do ---- */
 
 /* A library path prints nothing and ends nobody's process; no assert as validation. */
 TEST(library_does_not_print_or_abort)

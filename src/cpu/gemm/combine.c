@@ -162,8 +162,8 @@ static void combine_worker(void *arg, int worker)
     combine_walk walk = {.run = arg};
     const fmoe_combine_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, combine_next, &walk);
-    for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));) {
+    fmoe_pipeline pipe = fmoe_pipeline_start(job->cpu, job->g, scratch, combine_next, &walk);
+    for (const fmoe_step *s; (s = fmoe_pipeline_next(&pipe));) {
         /* The sums of one panel after another, [tokens][64] each. */
         const int64_t tokens = s->t1 - s->t0;
         fmoe_scratch panel = *scratch;

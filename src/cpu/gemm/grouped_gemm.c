@@ -64,9 +64,9 @@ static void gemm_worker(void *arg, int worker)
     gemm_walk walk = {.run = arg};
     const fmoe_gemm_job *job = walk.run->job;
     fmoe_scratch *scratch = &job->scratch[worker];
-    fmoe_pipeline l = fmoe_pipeline_start(job->cpu, job->g, scratch, gemm_next, &walk);
-    l.epilogue_operands = job->epilogue_operands;
-    for (const fmoe_step *s; (s = fmoe_pipeline_next(&l));)
+    fmoe_pipeline pipe = fmoe_pipeline_start(job->cpu, job->g, scratch, gemm_next, &walk);
+    pipe.operands = job->operands;
+    for (const fmoe_step *s; (s = fmoe_pipeline_next(&pipe));)
         for (int64_t j = 0; s->last && j < s->n; j += FMOE_NB)
             job->epilogue(job->ctx, s->e, s->row, s->rows, s->n0 + j, fmoe_min(FMOE_NB / job->n_w, s->n - j),
                           scratch->c + j * s->rows);

@@ -37,7 +37,7 @@ typedef struct fmoe_gemm_job {
     void (*epilogue)(void *ctx, int64_t e, int64_t row, int64_t rows, int64_t n0, int64_t n, float *c);
     void *ctx;
     fmoe_epilogue_operand
-        epilogue_operands[FMOE_EPILOGUE_OPERANDS]; /* of `epilogue`, prefetched before it where there is time */
+        operands[FMOE_EPILOGUE_OPERANDS]; /* of `epilogue`, prefetched before it where there is time */
 } fmoe_gemm_job;
 
 void fmoe_grouped_gemm(const fmoe_gemm_job *job);

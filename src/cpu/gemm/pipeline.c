@@ -6,10 +6,10 @@
 
 /* ---- what overlaps with a product: packing and prefetching ---- */
 
-enum { FEW_ROWS = 24 }; /* below: memory is prefetched from as fast as it can be */
+enum { MEMORY_BOUND_ROWS = 24 }; /* below, products wait for memory: it is prefetched from as fast as it can be */
 
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
-static bool halves(const fmoe_step *s, const char *half[2])
+static bool panel_halves(const fmoe_step *s, const char *half[2])
 {
     if (s->n * s->n_v % FMOE_NB || (fmoe_is_kmajor(s) && s->n > FMOE_NB) ||
         (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
@@ -27,7 +27,7 @@ static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, c
 {
     const char *half[2];
     if (g->R > (cpu->intel ? 10 : 7) * g->active || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
-    if (fmoe_is_prepacked(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !halves(s, half))
+    if (fmoe_is_prepacked(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !panel_halves(s, half))
         return NULL;
     return cpu->pairs ? cpu->k.gemm_kmajor_few_rows_bf16 : cpu->k.gemm_kmajor_few_rows_f32;
 }
@@ -47,7 +47,7 @@ static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *pan
     const bool kmajor = fmoe_is_kmajor(s), kmajor_panel = fmoe_has_kmajor_panel(cpu, s);
     const int64_t k = (kmajor ? 16 : 2) * unit, pieces = s->kc / k, columns = kmajor_panel ? 4 : 8; /* of a piece */
     fmoe_walk *w = &overlap->pack;
-    if (s->kc % k || pieces == 0 || !halves(s, w->half)) return;
+    if (s->kc % k || pieces == 0 || !panel_halves(s, w->half)) return;
     overlap->panel = overlap->to = panel;
     overlap->kind = kmajor_panel ? FMOE_OVERLAP_KMAJOR : kmajor ? FMOE_OVERLAP_TRANSPOSE : FMOE_OVERLAP_NMAJOR;
     overlap->dtype = s->dtype;
@@ -75,11 +75,11 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
     w->left = fmoe_chunk_bytes(cpu, s) / w->advance;
     w->length = w->in_run = (int32_t)w->left;
     w->per_half = 1;
-    if (cpu->intel && rows >= FEW_ROWS / 2 && rows <= 2 * FEW_ROWS) {
+    if (cpu->intel && rows >= MEMORY_BOUND_ROWS / 2 && rows <= 2 * MEMORY_BOUND_ROWS) {
         w->step = fmoe_chunk_bytes(cpu, s) / 8;
         w->advance = LINE;
     }
-    w->into_l1 = rows >= FEW_ROWS;
+    w->into_l1 = rows >= MEMORY_BOUND_ROWS;
 }
 
 /* The kernel for weights that are multiplied in place (gemm_nmajor_inplace): n-major, whole panels of columns. NULL:
@@ -119,14 +119,14 @@ static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap 
 /* Let panel j of one of the last two chunks, or of the only one, prefetch a matrix that the epilogue reads or writes.
  * Each of its rows is a page or half of one, and an epilogue that waits for them takes twice as long; but few rows
  * leave memory no time for more than the weights. */
-static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_operand *epilogue_operands, int64_t j,
+static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_operand *operands, int64_t j,
                                       fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
     fmoe_walk *w = &overlap->epilogue;
     const int64_t left = s->v[0].K - s->k0 - s->kc, i = left || s->k0 == 0 ? j : fmoe_panels_in(s) + j;
-    if (s->rows < FEW_ROWS || left > s->kc || i >= FMOE_EPILOGUE_OPERANDS || !epilogue_operands[i].base) return;
-    const fmoe_epilogue_operand *t = &epilogue_operands[i];
+    if (s->rows < MEMORY_BOUND_ROWS || left > s->kc || i >= FMOE_EPILOGUE_OPERANDS || !operands[i].base) return;
+    const fmoe_epilogue_operand *t = &operands[i];
     w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;
     w->step = t->stride;
     w->advance = LINE;
@@ -144,7 +144,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     const bool kmajor = fmoe_is_kmajor(s);
     fmoe_walk *w = &overlap->prefetch;
-    if (!halves(s, w->half)) return;
+    if (!panel_halves(s, w->half)) return;
     w->step = (kmajor ? s->v[0].sn : s->v[0].sk) * element;
     w->advance = LINE;
     w->run_step = 8 * w->step;
@@ -160,7 +160,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     }
     w->in_run = w->length;
     w->at = w->half[0];
-    w->into_l1 = rows >= FEW_ROWS && kmajor;
+    w->into_l1 = rows >= MEMORY_BOUND_ROWS && kmajor;
 }
 
 /* ---- the pipeline of a worker ---- */
@@ -178,9 +178,10 @@ fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g
 }
 
 /* Pointers to the rows of A that a step multiplies, so many of them after the first `from`. */
-static void point_at_rows(const fmoe_pipeline *l, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
+static void point_at_rows(const fmoe_pipeline *pipe, const fmoe_step *s, int64_t from, int64_t rows, const void **a)
 {
-    fmoe_point(s->a, l->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype), a);
+    fmoe_point(s->a, pipe->g, s->e, s->row + from, rows, (s->a_column + s->k0) * (int64_t)fmoe_dtype_size(s->a->dtype),
+               a);
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk of n-major weights in place; `then`: the one after it, or NULL. While a panel
@@ -188,22 +189,22 @@ static void point_at_rows(const fmoe_pipeline *l, const fmoe_step *s, int64_t fr
  * from there, waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few, a core's
  * buffers for L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not
  * measured. */
-static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
     enum { MANY_ROWS = 40 };
-    fmoe_gemm_nmajor_inplace_fn *gemm = nmajor_kernel(l->cpu, s);
+    fmoe_gemm_nmajor_inplace_fn *gemm = nmajor_kernel(pipe->cpu, s);
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
-    const bool many = s->rows >= MANY_ROWS && !l->cpu->intel;
+    const bool many = s->rows >= MANY_ROWS && !pipe->cpu->intel;
     const void *a[FMOE_TASK_ROWS];
-    point_at_rows(l, s, 0, s->rows, a);
+    point_at_rows(pipe, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
-        fmoe_overlap overlap = {.batched = l->cpu->intel};
+        fmoe_overlap overlap = {.batched = pipe->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
-        else if (then && then->rows && nmajor_kernel(l->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
-        if (l->epilogue_operands) overlap_prefetch_epilogue(s, l->epilogue_operands, j, &overlap);
+        else if (then && then->rows && nmajor_kernel(pipe->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
+        if (pipe->operands) overlap_prefetch_epilogue(s, pipe->operands, j, &overlap);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
-        gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, l->panel[0],
-             l->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);
+        gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, pipe->panel[0],
+             pipe->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);
     }
 }
 
@@ -211,15 +212,15 @@ static void multiply_nmajor(const fmoe_pipeline *l, const fmoe_step *s, const fm
  * prefetched: 16 to 64 KiB are far enough, and more cost (128 KiB 3 %, 256 KiB 8 % of a stream from memory). Intel's
  * cores are faster by 3 to 10 % with lines of the same columns, 768 bytes ahead and into L1; Zen 4 is slower by 8
  * to 17. */
-static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const fmoe_step *then)
+static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
     enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), step = s->v[0].sn * element, bytes = s->kc * element;
     const char *w[2], *next[2] = {NULL, NULL};
     const void *a[FMOE_TASK_ROWS];
-    halves(s, w);
-    if (then && few_rows_kernel(l->cpu, l->g, then) && then->v[0].sn == s->v[0].sn) halves(then, next);
-    point_at_rows(l, s, 0, s->rows, a);
+    panel_halves(s, w);
+    if (then && few_rows_kernel(pipe->cpu, pipe->g, then) && then->v[0].sn == s->v[0].sn) panel_halves(then, next);
+    point_at_rows(pipe, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
         fmoe_walk prefetch = {.at = from, .half = {from, after ? after : from}, .advance = 4 * LINE};
@@ -227,16 +228,16 @@ static void multiply_few_rows(const fmoe_pipeline *l, const fmoe_step *s, const 
         prefetch.per_half = step == bytes ? 1 : AHEAD; /* one run where each column begins at the end of the last */
         prefetch.length = prefetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / prefetch.per_half * bytes, prefetch.advance);
         prefetch.left = (int64_t)prefetch.length * prefetch.per_half * (after ? 2 : 1);
-        if (l->cpu->intel) prefetch.same_columns = true, prefetch.left = bytes;
-        few_rows_kernel(l->cpu, l->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, l->scratch->c + i * COLUMNS, FMOE_NB,
-                                         s->first, &prefetch);
+        if (pipe->cpu->intel) prefetch.same_columns = true, prefetch.left = bytes;
+        few_rows_kernel(pipe->cpu, pipe->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, pipe->scratch->c + i * COLUMNS,
+                                               FMOE_NB, s->first, &prefetch);
     }
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
-static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
+static void multiply_panels(const fmoe_pipeline *pipe, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
-    const fmoe_cpu_plan *cpu = l->cpu;
+    const fmoe_cpu_plan *cpu = pipe->cpu;
     fmoe_gemm_fn *gemm = fmoe_has_kmajor_panel(cpu, s) ? cpu->pairs ? cpu->k.gemm_kmajor_bf16 : cpu->k.gemm_kmajor_f32
                          : cpu->pairs                  ? cpu->k.gemm_bf16
                                                        : cpu->k.gemm_f32;
@@ -246,9 +247,9 @@ static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const ch
     int64_t calls = fmoe_ceil_div(s->rows, block) * panels;
     for (int64_t r = 0; r < s->rows; r += block) {
         const int64_t rows = fmoe_min(block, s->rows - r);
-        point_at_rows(l, s, r, rows, a);
+        point_at_rows(pipe, s, r, rows, a);
         for (int64_t i = 0; i < rows && widen; i++) {
-            float *row_f32 = l->scratch->widened + i * FMOE_KC;
+            float *row_f32 = pipe->scratch->widened + i * FMOE_KC;
             fmoe_load_row(&cpu->k, s->a->dtype, row_f32, a[i], s->kc);
             a[i] = row_f32;
         }
@@ -257,8 +258,8 @@ static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const ch
             const int64_t later[2] = {overlap->pack.left - pack, overlap->prefetch.left - prefetch};
             overlap->pack.left = pack;
             overlap->prefetch.left = prefetch;
-            gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s), l->scratch->c + (j * s->rows + r) * FMOE_NB,
-                 FMOE_NB, s->first, overlap);
+            gemm(rows, s->kc, a, 4, panel + j * fmoe_chunk_bytes(cpu, s),
+                 pipe->scratch->c + (j * s->rows + r) * FMOE_NB, FMOE_NB, s->first, overlap);
             overlap->pack.left += later[0];
             overlap->prefetch.left += later[1];
         }
@@ -266,36 +267,39 @@ static void multiply_panels(const fmoe_pipeline *l, const fmoe_step *s, const ch
 }
 
 /* The next step, multiplied: NULL when there is none. */
-const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l)
+const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
 {
-    if (l->n < 0) {
-        for (l->n = 0; l->n < 3 && l->next(l->state, &l->steps[l->n]);) l->n++;
-        if (l->n && to_pack(l->cpu, l->g, &l->steps[0])) fmoe_pack_chunk(l->cpu, l->scratch, &l->steps[0], l->panel[0]);
+    if (pipe->n < 0) {
+        for (pipe->n = 0; pipe->n < 3 && pipe->next(pipe->state, &pipe->steps[pipe->n]);) pipe->n++;
+        if (pipe->n && to_pack(pipe->cpu, pipe->g, &pipe->steps[0]))
+            fmoe_pack_chunk(pipe->cpu, pipe->scratch, &pipe->steps[0], pipe->panel[0]);
     } else {
-        char *const used = l->panel[0];
-        l->panel[0] = l->panel[1];
-        l->panel[1] = used;
-        if (l->n < 3 || !l->next(l->state, &l->steps[l->first])) l->n--; /* in the place of the one that is done */
-        l->first = (l->first + 1) % 3;
+        char *const used = pipe->panel[0];
+        pipe->panel[0] = pipe->panel[1];
+        pipe->panel[1] = used;
+        if (pipe->n < 3 || !pipe->next(pipe->state, &pipe->steps[pipe->first]))
+            pipe->n--; /* in the place of the one that is done */
+        pipe->first = (pipe->first + 1) % 3;
     }
-    if (l->n <= 0) return NULL;
-    const fmoe_step *now = &l->steps[l->first], *then = &l->steps[(l->first + 1) % 3],
-                    *after = &l->steps[(l->first + 2) % 3];
-    const bool pack = l->n > 1 && to_pack(l->cpu, l->g, then);
-    const bool by_few_rows = few_rows_kernel(l->cpu, l->g, now);
-    if (by_few_rows || nmajor_kernel(l->cpu, now)) {
-        (by_few_rows ? multiply_few_rows : multiply_nmajor)(l, now, l->n > 1 ? then : NULL);
-        if (pack) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+    if (pipe->n <= 0) return NULL;
+    const fmoe_step *now = &pipe->steps[pipe->first], *then = &pipe->steps[(pipe->first + 1) % 3],
+                    *after = &pipe->steps[(pipe->first + 2) % 3];
+    const bool pack = pipe->n > 1 && to_pack(pipe->cpu, pipe->g, then);
+    const bool by_few_rows = few_rows_kernel(pipe->cpu, pipe->g, now);
+    if (by_few_rows || nmajor_kernel(pipe->cpu, now)) {
+        (by_few_rows ? multiply_few_rows : multiply_nmajor)(pipe, now, pipe->n > 1 ? then : NULL);
+        if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
         return now;
     }
-    fmoe_overlap overlap = {.batched = l->cpu->intel, .prefetch_again = fmoe_is_prepacked(now) && now->rows < FEW_ROWS};
-    if (pack && fmoe_has_kmajor_panel(l->cpu, now) == fmoe_has_kmajor_panel(l->cpu, then))
-        overlap_pack(l->cpu, then, l->panel[1], &overlap);
+    fmoe_overlap overlap = {.batched = pipe->cpu->intel,
+                            .prefetch_again = fmoe_is_prepacked(now) && now->rows < MEMORY_BOUND_ROWS};
+    if (pack && fmoe_has_kmajor_panel(pipe->cpu, now) == fmoe_has_kmajor_panel(pipe->cpu, then))
+        overlap_pack(pipe->cpu, then, pipe->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
-    if (l->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(l->cpu, then, now->rows, &overlap);
-    else if (l->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(l->cpu, after, now->rows, &overlap);
-    else if (l->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
-    multiply_panels(l, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(l->cpu, now) : l->panel[0], &overlap);
-    if (whole || overlap.pack.left) fmoe_pack_chunk(l->cpu, l->scratch, then, l->panel[1]);
+    if (pipe->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(pipe->cpu, then, now->rows, &overlap);
+    else if (pipe->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(pipe->cpu, after, now->rows, &overlap);
+    else if (pipe->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
+    multiply_panels(pipe, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(pipe->cpu, now) : pipe->panel[0], &overlap);
+    if (whole || overlap.pack.left) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
     return now;
 }

@@ -47,8 +47,8 @@ typedef struct fmoe_pipeline {
     fmoe_scratch *scratch;
     bool (*next)(void *state, fmoe_step *s); /* false: no more */
     void *state;
-    const fmoe_epilogue_operand *epilogue_operands; /* of the epilogue; NULL: none */
-    fmoe_step steps[3];                             /* multiplied, packed, prefetched: in a ring, from `first` on */
+    const fmoe_epilogue_operand *operands; /* of the epilogue; NULL: none */
+    fmoe_step steps[3];                    /* multiplied, packed, prefetched: in a ring, from `first` on */
     int first;
     int n; /* how many of them there are; the first time, -1 */
     char *panel[2];
@@ -57,6 +57,6 @@ typedef struct fmoe_pipeline {
 fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
                                   bool (*next)(void *, fmoe_step *), void *state);
 void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora); /* from k0 on: chunk, kc */
-const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *l); /* the next step, multiplied: NULL when there is none */
+const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe); /* the next step, multiplied: NULL when there is none */
 
 #endif

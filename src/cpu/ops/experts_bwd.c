@@ -279,7 +279,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                              .epilogue = dh_epilogue,
                              .ctx = &ctx};
         job.w[0].swap = true; /* contract over H */
-        dh_operands(&ctx, job.epilogue_operands);
+        dh_operands(&ctx, job.operands);
         if (p->d.rank2) {
             m2 = job.lora.l = fmoe_lora_project(p, &b.g, b.scratch, job.a, w->lora_b2, true, w->lora_scale2, b.m2);
             job.lora.b[0] = fmoe_lora_factor(w->lora_a2, true);

@@ -36,7 +36,7 @@ static fmoe_status gmm_groups(const fmoe_plan_impl *p, const fmoe_gmm_args *a, c
     return FMOE_OK;
 }
 
-static fmoe_rows gmm_rows(const fmoe_gmm_args *a, const fmoe_tensor *t)
+static fmoe_rows gmm_rows_of(const fmoe_gmm_args *a, const fmoe_tensor *t)
 {
     fmoe_rows r = {.list = t, .dtype = fmoe_tensor_dtype(t)};
     return a->list ? r : fmoe_rows_of(t, NULL);
@@ -84,12 +84,12 @@ fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a
 {
     gmm_buffers b;
     FMOE_TRY(gmm_groups(p, a, a->x, run, &b));
-    gmm_epilogue_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = gmm_rows(a, a->y), .bias = a->bias, .list = a->list};
+    gmm_epilogue_ctx ctx = {.cpu = fmoe_cpu(p), .g = &b.g, .y = gmm_rows_of(a, a->y), .bias = a->bias, .list = a->list};
     const fmoe_gemm_job job = {.p = p,
                                .cpu = fmoe_cpu(p),
                                .g = &b.g,
                                .scratch = b.scratch,
-                               .a = gmm_rows(a, a->x),
+                               .a = gmm_rows_of(a, a->x),
                                .w = {gmm_stack(a, a->w, true)},
                                .n_w = 1,
                                .epilogue = gmm_epilogue,
@@ -113,10 +113,10 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
     FMOE_TRY(gmm_groups(p, a, a->dy, run, &b));
     /* f32 dy with bf16 x and w (the router): all of it in f32. */
     const fmoe_cpu_plan f32 = fmoe_cpu_f32(fmoe_cpu(p));
-    const fmoe_rows dy = gmm_rows(a, a->dy);
+    const fmoe_rows dy = gmm_rows_of(a, a->dy);
     const fmoe_cpu_plan *cpu = dy.dtype == p->d.dtype ? fmoe_cpu(p) : &f32;
     if (a->dx) {
-        gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = gmm_rows(a, a->dx), .list = a->list, .add = add};
+        gmm_epilogue_ctx ctx = {.cpu = cpu, .g = &b.g, .y = gmm_rows_of(a, a->dx), .list = a->list, .add = add};
         const fmoe_gemm_job job = {.p = p,
                                    .cpu = cpu,
                                    .g = &b.g,
@@ -134,7 +134,7 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
                                     .cpu = cpu,
                                     .g = &b.g,
                                     .scratch = b.scratch,
-                                    .a = gmm_rows(a, a->x),
+                                    .a = gmm_rows_of(a, a->x),
                                     .b = dy,
                                     .dw = gmm_stack(a, a->dw, false),
                                     .accumulate = accumulate};

@@ -76,7 +76,7 @@ typedef struct permute_scratch {
     int64_t *owner;       /* all others: [T*k] */
 } permute_scratch;
 
-static permute_scratch permute_carve(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
+static permute_scratch carve_permute(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c)
 {
     permute_scratch s;
     s.start = fmoe_carve_take(c, p->d.E + 1, sizeof *s.start);
@@ -94,7 +94,7 @@ static fmoe_status permute_forward(const fmoe_plan_impl *p, const fmoe_permute_a
     FMOE_TRY(fmoe_ref_check_ids(p, a->ids));
     const int64_t T = a->ids->shape[0], k = p->d.k, E = p->d.E, H = p->d.H;
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    const permute_scratch s = permute_carve(p, T, &c);
+    const permute_scratch s = carve_permute(p, T, &c);
     fmoe_ref_sort(p, a->ids, s.start, s.map);
 
     const ref_mat x = ref_matrix(a->x), xp = ref_matrix(a->xp);
@@ -138,7 +138,7 @@ static void gather_sum(const fmoe_plan_impl *p, const fmoe_tensor *y, const fmoe
 static fmoe_status permute_backward(const fmoe_plan_impl *p, const fmoe_permute_args *a, const fmoe_run *run)
 {
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    const permute_scratch s = permute_carve(p, a->x->shape[0], &c);
+    const permute_scratch s = carve_permute(p, a->x->shape[0], &c);
     FMOE_TRY(ref_check_map(a->map, a->xp->shape[0], s.owner));
     gather_sum(p, a->xp, a->map, NULL, a->x);
     return FMOE_OK;
@@ -149,7 +149,7 @@ static fmoe_status permute_backward(const fmoe_plan_impl *p, const fmoe_permute_
 static fmoe_status unpermute_forward(const fmoe_plan_impl *p, const fmoe_unpermute_args *a, const fmoe_run *run)
 {
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    const permute_scratch s = permute_carve(p, a->out->shape[0], &c);
+    const permute_scratch s = carve_permute(p, a->out->shape[0], &c);
     FMOE_TRY(ref_check_map(a->map, a->y->shape[0], s.owner));
     gather_sum(p, a->y, a->map, a->weights, a->out);
     return FMOE_OK;
@@ -163,7 +163,7 @@ static fmoe_status unpermute_backward(const fmoe_plan_impl *p, const fmoe_unperm
     if (!rows) return FMOE_OK; /* neither gradient was asked for */
     const int64_t T = a->dout->shape[0], k = p->d.k, H = p->d.H, R = rows->shape[0];
     fmoe_carve c = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    FMOE_TRY(ref_check_map(a->map, R, permute_carve(p, T, &c).owner));
+    FMOE_TRY(ref_check_map(a->map, R, carve_permute(p, T, &c).owner));
     for (int64_t r = 0; a->dy && r < R; r++) {
         for (int64_t h = 0; h < H; h++) ref_set(ref_row(ref_matrix(a->dy), r), h, 0);
     }
@@ -436,7 +436,7 @@ static fmoe_status ref_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T,
     bool overflow = slots && __builtin_mul_overflow(T, d->k, &R);
     if (!overflow) {
         if (d->op == FMOE_OP_ROUTE) fmoe_ref_route_carve(p, &c);
-        if (d->op == FMOE_OP_PERMUTE) permute_carve(p, T, &c);
+        if (d->op == FMOE_OP_PERMUTE) carve_permute(p, T, &c);
         if (d->op == FMOE_OP_EXPERTS) {
             fmoe_ref_experts_carve(p, pass, T, &c);
             overflow = __builtin_mul_overflow(R, p->h_cols, &R) || fmoe_mul_overflow((size_t)R, sizeof(double), &kept);

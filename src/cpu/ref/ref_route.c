@@ -26,7 +26,7 @@ typedef struct route_scratch {
     double *q, *dq; /* [k] */
 } route_scratch;
 
-static route_scratch route_carve(const fmoe_plan_impl *p, fmoe_carve *c)
+static route_scratch carve_route(const fmoe_plan_impl *p, fmoe_carve *c)
 {
     route_scratch s;
     s.score = fmoe_carve_take(c, p->d.E, sizeof(double));
@@ -37,7 +37,7 @@ static route_scratch route_carve(const fmoe_plan_impl *p, fmoe_carve *c)
     return s;
 }
 
-void fmoe_ref_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { route_carve(p, c); }
+void fmoe_ref_route_carve(const fmoe_plan_impl *p, fmoe_carve *c) { carve_route(p, c); }
 
 /* log(1 + e^x), without overflow on the right and without losing e^x on the left. */
 static double softplus(double x) { return (x > 0 ? x : 0) + log1p(exp(-fabs(x))); }
@@ -139,7 +139,7 @@ fmoe_status fmoe_ref_route_forward(const fmoe_plan_impl *p, const fmoe_route_arg
     const bool replay = run->flags & FMOE_REPLAY;
     if (replay) FMOE_TRY(fmoe_ref_check_ids(p, a->ids));
     fmoe_carve carve = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    const route_scratch s = route_carve(p, &carve);
+    const route_scratch s = carve_route(p, &carve);
 
     int64_t bad_rows = 0;
     for (int64_t t = 0; t < T; t++) {
@@ -183,7 +183,7 @@ fmoe_status fmoe_ref_route_backward(const fmoe_plan_impl *p, const fmoe_route_ar
     FMOE_TRY(fmoe_ref_check_ids(p, a->ids));
     const int64_t T = a->logits->shape[0], E = p->d.E, k = p->d.k;
     fmoe_carve carve = fmoe_carve_begin(run->workspace, sizeof(int64_t));
-    const route_scratch s = route_carve(p, &carve);
+    const route_scratch s = carve_route(p, &carve);
     double *const G = s.choice;
 
     for (int64_t t = 0; t < T; t++) {

@@ -105,12 +105,12 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
         }
         if (rest) {
             float rows[FMOE_MR][4] = {{0}};
-            const char *of_rows[FMOE_MR];
+            const char *padded_rows[FMOE_MR];
             for (int i = 0; i < mr; i++) {
                 memcpy(rows[i], row[i] + offset, (size_t)rest * sizeof(float));
-                of_rows[i] = (const char *)rows[i];
+                padded_rows[i] = (const char *)rows[i];
             }
-            multiply_step(mr, acc, of_rows, 0, _mm256_loadu_ps(b), _mm256_loadu_ps(b + 8));
+            multiply_step(mr, acc, padded_rows, 0, _mm256_loadu_ps(b), _mm256_loadu_ps(b + 8));
             b += STEP;
         }
 #pragma GCC unroll 3

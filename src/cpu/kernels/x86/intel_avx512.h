@@ -132,13 +132,13 @@ static inline __attribute__((always_inline)) void nmajor_batched_tile(const int 
 {
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t rate = NMAJOR_BATCH * fmoe_prefetch_rate(&overlap->prefetch, tiles * kc),
-                  of_rows = NMAJOR_BATCH * fmoe_prefetch_rate(&overlap->epilogue, tiles * kc);
+                  epilogue_rate = NMAJOR_BATCH * fmoe_prefetch_rate(&overlap->epilogue, tiles * kc);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < kc;) {
         const char *at[FMOE_MR];
         fmoe_prefetch(&overlap->prefetch, rate);
-        fmoe_prefetch(&overlap->epilogue, of_rows);
+        fmoe_prefetch(&overlap->epilogue, epilogue_rate);
 #pragma GCC unroll 6
         for (int i = 0; i < mr; i++) at[i] = row[i];
 #pragma GCC unroll 4

@@ -35,12 +35,12 @@ static inline __attribute__((always_inline)) void nmajor_tile(const int mr, cons
     const char *const volatile *row = (const char *const volatile *)a;
     const int64_t n = kc / UNIT, below = keep ? mr : 0, next = overlap->next_rows;
     const int64_t rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * n),
-                  of_rows = fmoe_prefetch_rate(&overlap->epilogue, tiles * n);
+                  epilogue_rate = fmoe_prefetch_rate(&overlap->epilogue, tiles * n);
     __m512 acc[FMOE_MR][4];
     sums_clear(mr, acc);
     for (int64_t k = 0; k < n; k++, w += UNIT * step, panel += PANEL_ROW) {
         fmoe_prefetch(&overlap->prefetch, rate);
-        fmoe_prefetch(&overlap->epilogue, of_rows);
+        fmoe_prefetch(&overlap->epilogue, epilogue_rate);
         if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + 4 * k, 0, 3); /* A of the next tile */
         nmajor_step(mr, keep, true, acc, row, 4 * k, w, step, panel);
     }

@@ -48,13 +48,13 @@ static inline __attribute__((always_inline)) void tile(const int form, const int
     int64_t pieces = fmoe_ceil_div(overlap->pack.left, tiles);
     const int64_t n = kc / UNIT, apart = pieces ? fmoe_max(1, n / pieces) : n;
     const int64_t rate = fmoe_prefetch_rate(&overlap->prefetch, tiles * n),
-                  of_rows = fmoe_prefetch_rate(&overlap->epilogue, tiles * n);
+                  epilogue_rate = fmoe_prefetch_rate(&overlap->epilogue, tiles * n);
     const bool prefetch_again = take_prefetch_again(overlap);
     for (int64_t k = 0; k < n;) {
         const int64_t stop = fmoe_min(n, k + apart);
         for (; k < stop; k++, b += FMOE_NB, offset += a_step) {
             fmoe_prefetch(&overlap->prefetch, rate);
-            fmoe_prefetch(&overlap->epilogue, of_rows);
+            fmoe_prefetch(&overlap->epilogue, epilogue_rate);
             if (prefetch_again) prefetch_again_at(b);
             if ((k & 15) < next) __builtin_prefetch(row[below + (k & 15)] + offset, 0, 3); /* A of the next tile */
             const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + 16), b2 = _mm512_loadu_ps(b + 32),

@@ -4,6 +4,7 @@
     python bench/lora.py --table [1,4]      the table of docs/benchmarks.md, or some rows of it (all: some ten minutes on two cores)
     python bench/lora.py [--layers 2] [--H 1024] [--I 512] [--E 32] [--k 4] [--T 512] [--rank 16] [--dtype float32] [--checkpoint 0] [--device cpu]
     python bench/lora.py --layer --device cuda --H 2048 --I 768 --E 128 --k 8 --T 4096 --dtype bfloat16 [--steps 20]
+    python bench/lora.py --whole --device cuda --T 4096 [--layers 48] [--steps 9]
 
 Each way runs in a process of its own, on the same random model, adapters and batch. What is counted:
 
@@ -20,6 +21,10 @@ Ratios are to fusedmoe's. Losses must fall alike. --checkpoint 1: with gradient 
 
 --layer: experts alone on a GPU, forward and backward, adapters in the layer's dtype and in float32; "W + BA" makes that by torch and
 multiplies by torch's grouped product, as PEFT does. The peak is what a step takes on top of what lay there before it.
+
+--whole: Qwen3-30B-A3B in bfloat16, adapters on experts and attention, checkpointing. Beside the step, what the host spends in our
+functions, a layer: the forward of PEFT's wrapper and of the experts; the backward; and what the backward's first look at a saved tensor
+takes, which is where checkpointing computes the whole decoder layer again.
 """
 
 import argparse
@@ -190,6 +195,79 @@ def layer(o: argparse.Namespace) -> None:
         print(f"H={H} I={I} E={E} k={k} T={T} rank={r} {title:14} {ms:8.3f} ms {peak:8.0f} MiB", flush=True)
 
 
+def whole(o: argparse.Namespace) -> None:
+    """The whole model on a GPU, fusedmoe alone: a line of JSON."""
+    import peft
+    import torch
+    from peft.tuners.lora import layer as peft_layer
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from fusedmoe import autograd
+
+    host: dict[str, list[float]] = {}
+
+    def timed(name, function):
+        def inner(*args, **kwargs):
+            begin = time.perf_counter()
+            result = function(*args, **kwargs)
+            host.setdefault(name, []).append(time.perf_counter() - begin)
+            return result
+
+        return inner
+
+    class Context:
+        """ctx, the first look at its saved tensors timed."""
+
+        def __init__(self, ctx):
+            self.ctx, self.looked = ctx, 0.0
+
+        def __getattr__(self, name):
+            begin = time.perf_counter()
+            found = getattr(self.ctx, name)
+            if name == "saved_tensors":
+                self.looked = time.perf_counter() - begin
+            return found
+
+    def backward(ctx, dout, own=autograd._Experts.backward):
+        begin, ctx = time.perf_counter(), Context(ctx)
+        grads = own(ctx, dout)
+        host.setdefault("recomputing", []).append(ctx.looked)
+        host.setdefault("backward", []).append(time.perf_counter() - begin - ctx.looked)
+        return grads
+
+    torch.manual_seed(0)
+    torch.set_default_device(o.device)
+    torch.set_default_dtype(torch.bfloat16)
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=o.layers,
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    names = dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    model = peft.get_peft_model(model, peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, **names))
+    model.base_model.model.set_experts_implementation("fusedmoe")
+    model.enable_input_require_grads()
+    model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4, fused=True)
+    ids, times = torch.randint(config.vocab_size, (1, o.T)), []
+    autograd._Experts.backward = staticmethod(backward)
+    peft_layer.ParamWrapper.forward = timed("forward of the wrapper", peft_layer.ParamWrapper.forward)
+    autograd.experts = timed("forward of the experts", autograd.experts)
+    for _ in range(o.steps):
+        torch.cuda.synchronize()
+        host.clear()
+        begin = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    ms = {name: round(1e3 * statistics.median(took), 3) for name, took in host.items()}
+    print(json.dumps({"ms": round(1e3 * statistics.median(times[2:]), 1), "loss": float(loss.detach()), "host ms a layer": ms,
+                      "GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1), "peft": peft.__version__}))  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = dict(layers=2, H=1024, I=512, E=32, k=4, T=512, rank=16, steps=3, threads=2, checkpoint=0)
@@ -200,10 +278,11 @@ def main() -> int:
     parser.add_argument("--ways", default="grouped_mm,fusedmoe,none", help=f"which of {', '.join(WAYS)}, with a comma between")
     parser.add_argument("--table", nargs="?", const="", metavar="ROWS")
     parser.add_argument("--layer", action="store_true")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     o = parser.parse_args()
-    if o.layer:
-        layer(o)
+    if o.layer or o.whole:
+        (layer if o.layer else whole)(o)
         return 0
     if o.way:
         run(o.way, o)

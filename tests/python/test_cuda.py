@@ -646,8 +646,10 @@ def test_frozen_weights_get_no_gradient():
 
 def test_errors():
     x, ids, p, w = layer(9, *HOPPER)
-    with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w1 is on device type 1"):
+    with pytest.raises(ValueError, match=r"w\[0\] is on cpu, x on cuda:0"):
         fusedmoe.experts(x, ids, p, [w[0].detach().cpu(), w[1]])
+    with pytest.raises(RuntimeError, match="FMOE_ERR_DEVICE.*w2 is on device type 1"):
+        fusedmoe.experts(x, ids, p, [w[0], w[1].detach().cpu()])
     with pytest.raises(RuntimeError, match="FMOE_ERR_BACKEND.*device 99 was asked for"):
         ops._plan(ops.EXPERTS, torch.bfloat16, torch.device("cuda", 99), 1, 64, 64, 2, k=1)
     with pytest.raises(NotImplementedError, match="f64.*CPU"):

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The front door. Everything is done by cmake and by scripts; this file only names them.
 #
-#   make            build/libfusedmoe.so, build/libfusedmoe.a, build/fusedmoe (needs gcc, make, cmake)
+#   make            build/libfusedmoe.so, build/libfusedmoe.a, build/fusedmoe (needs gcc, make, cmake);
+#                   where there is nvcc, build/libfusedmoe_cuda.so too, unless FMOE_CUDA=OFF: make FMOE_CUDA=OFF
 #   make test       every test, with sanitizers, closing with one line of counts
 #   make bench      time the layer:  make bench ARGS="--T 512 --dtype bf16"
 #   make install    PREFIX=/usr/local by default
@@ -14,6 +15,8 @@ BUILD := build
 PREFIX ?= /usr/local
 ARGS ?=
 FMOE_PYTHON ?=
+FMOE_CUDA ?=
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 GENERATOR := $(if $(shell command -v ninja),Ninja,Unix Makefiles)
 
 .PHONY: all build test bench install setup run ascend-report format clean
@@ -22,10 +25,12 @@ GENERATOR := $(if $(shell command -v ninja),Ninja,Unix Makefiles)
 all: build
 
 $(BUILD)/CMakeCache.txt:
-	cmake -S . -B $(BUILD) -G "$(GENERATOR)" -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX)
+	cmake -S . -B $(BUILD) -G "$(GENERATOR)" -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=$(PREFIX) \
+	    $(if $(FMOE_CUDA),-DFMOE_CUDA=$(FMOE_CUDA))
 
 build: $(BUILD)/CMakeCache.txt
-	cmake --build $(BUILD) --parallel
+	$(if $(FMOE_CUDA),cmake -S . -B $(BUILD) -DFMOE_CUDA=$(FMOE_CUDA))
+	cmake --build $(BUILD) --parallel $(JOBS)
 
 test:
 	tests/run.sh
@@ -45,6 +50,7 @@ run: setup
 
 # Launches, bytes and kept memory beside LLaMA-Factory's own kernel, on the simulated CANN: the tables of docs/ascend.md.
 ascend-report: build
+	cmake --build $(BUILD) --parallel $(JOBS) --target fmoe_tests
 	tests/ascend/run_torch.sh report docs/ascend.md $(BUILD)
 
 format:

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # .venv with everything the example and the tests need, and the package in it. Does nothing when nothing has changed.
 # FMOE_PYTHON names an interpreter to use; a torch and transformers that are installed there are borrowed, not installed again.
+# FMOE_CUDA=ON, OFF or AUTO (where there is nvcc): whether the CUDA backend is built. Without it: AUTO where there is an NVIDIA device.
 set -eu
 cd "$(dirname "$0")/.."
 python=${FMOE_PYTHON:-}
 [ -n "$python" ] || python=$(command -v python3)
 stamp=.venv/.fusedmoe
 state() {
-    { echo "$python"; find include src cmake python bench/bench.py bench/meters.py CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' ! -path '*/__pycache__/*' |
+    { echo "$python ${FMOE_CUDA:-}"; find include src cmake python bench/bench.py bench/meters.py CMakeLists.txt pyproject.toml -type f ! -name '*.pyc' ! -path '*/__pycache__/*' |
         LC_ALL=C sort | xargs cksum; } | cksum
 }
 
@@ -35,12 +36,28 @@ if [ ! -f $stamp.requirements ] || [ "$(cat $stamp.requirements)" != "$wanted" ]
     pip install -r .venv/requirements.txt
     echo "$wanted" > $stamp.requirements
 fi
-cuda=AUTO
-[ -e /dev/nvidiactl ] || cuda=OFF # no NVIDIA device here: nvcc need not work for minutes
-echo "setup: building fusedmoe (CUDA $cuda)"
+cuda=${FMOE_CUDA:-}
+[ -n "$cuda" ] || { [ -e /dev/nvidiactl ] && cuda=AUTO; } || cuda=OFF # no NVIDIA device here: nvcc need not work for minutes
+echo "setup: building fusedmoe (FMOE_CUDA=$cuda)"
+progress() { # of a verbose pip: every file that is compiled, on a terminal in one line that changes; all of it goes to .venv/build.log
+    [ -t 1 ] && begin='\r\033[Ksetup: ' end='' || begin='setup: ' end='\n'
+    while IFS= read -r line; do
+        printf '%s\n' "$line" >&3
+        case $line in
+        *"CUDA backend:"*) printf 'setup: CUDA backend:%s\n' "${line#*CUDA backend:}" ;;
+        *\[*[0-9]*\]\ [BL]*ing\ *) printf "$begin%s$end" "${line#"${line%%[![:space:]]*}"}" ;;
+        esac
+    done 3>.venv/build.log
+    [ -t 1 ] && echo || true
+}
 rm -rf .venv/wheel # left there for other environments (tests/ascend/run_torch.sh), as old as the sources it began with
 touch .venv/begun
-PATH=$PWD/.venv/bin:$PATH pip wheel --no-build-isolation --no-deps -w .venv/wheel -C build-dir=.venv/build -C cmake.define.FMOE_CUDA=$cuda .
+{ PATH=$PWD/.venv/bin:$PATH .venv/bin/python -m pip --disable-pip-version-check -v wheel --no-build-isolation --no-deps -w .venv/wheel \
+    -C build-dir=.venv/build -C cmake.define.FMOE_CUDA="$cuda" . 2>&1 || echo "setup: pip failed"; } | progress
+if ! ls .venv/wheel/*.whl >/dev/null 2>&1; then
+    tail -60 .venv/build.log
+    exit 1
+fi
 pip install --no-deps --force-reinstall .venv/wheel/*.whl
 touch -r .venv/begun .venv/wheel/*.whl
 .venv/bin/python -c 'import fusedmoe; print("setup: fusedmoe", fusedmoe.__version__, "in .venv")'

@@ -310,13 +310,25 @@ static void bench_level(int level, const fmoe_kernels *c_table)
 
 static int usage(FILE *to, int code)
 {
-    fputs("usage: fusedmoe check [--seed N] [-f PART_OF_A_NAME] [--draw I] [--seconds S] [--quick] [--loose] [--list] "
-          "[--bench]\n"
-          "Every kernel and every operation, at each ISA level up to the one FMOE_MAX_ISA allows, against a "
-          "computation in\n"
-          "double. --quick: fewer and smaller draws. --loose: memory ends 64 bytes before the forbidden page (for "
-          "qemu).\n"
-          "--bench times the kernels: GFLOP/s, share of the register-only ceiling, ratio to the portable kernel.\n",
+    fputs("usage: fusedmoe check [options]\n"
+          "Holds every CPU kernel and every operation, at each level up to the one that the CPU has and\n"
+          "FMOE_MAX_ISA allows, to a computation in double, on shapes and values that are drawn.\n"
+          "\n"
+          "  --seconds S  time for all of it, in seconds (default 30); every check makes a few draws at least\n"
+          "  --quick      fewer and smaller draws\n"
+          "  -f TEXT      only checks with TEXT in their name\n"
+          "  --seed N     where the drawing begins (default 1)\n"
+          "  --draw I     only draw number I: to repeat one that failed\n"
+          "  --loose      memory ends 64 bytes before the forbidden page: for emulators (qemu)\n"
+          "  --list       the names of the checks, and nothing else\n"
+          "  --bench      instead time the kernels: GFLOP/s (1e9 multiplications and additions a second) or\n"
+          "               elements a second, the share of the ceiling (a loop of multiply-adds on registers),\n"
+          "               and the ratio to the portable kernel\n"
+          "\n"
+          "A line for each check: ok or FAILED, its name, the draws, seconds, and the largest part of the error\n"
+          "bound that was used; the last line counts them. A failure says how to repeat it.\n"
+          "Exit status: 0; 1 when a check fails; 2 for a command line that cannot be read, or a TEXT that no\n"
+          "check has in its name.\n",
           to);
     return code;
 }

@@ -668,8 +668,106 @@ TEST(the_command_line_refuses_what_it_cannot_read)
         const int code = run_cli("", bad[i], text, sizeof text);
         if (code != 2 || !*text) TEST_FAIL("'%s' ends with %d and says '%s'", bad[i], code, text);
     }
-    CHECK(run_cli("", "bench -h", text, sizeof text) == 0 && strstr(text, "usage"));
-    CHECK(run_cli("", "check -h", text, sizeof text) == 0 && strstr(text, "usage"));
+}
+
+static void check_width(const char *what, const char *text, bool all)
+{
+    for (const char *line = text, *end; (end = strchr(line, '\n')); line = end + 1)
+        if (end - line > 100 && (all || *line == ' '))
+            TEST_FAIL("%s: %d columns: %.*s", what, (int)(end - line), (int)(end - line), line);
+}
+
+/* Every option that the parsers take, its default where it has one, and the exit status. */
+TEST(the_command_line_explains_itself)
+{
+    const struct {
+        const char *command, *words[24];
+    } helps[] = {
+        {"--help", {"info", "check", "bench", "--version", "Exit status"}},
+        {"info --help", {"--json", "FMOE_MAX_ISA", "FMOE_CUDA_LIBRARY", "FMOE_ASCEND_PATH", "Exit status"}},
+        {"bench --help", {"--op",
+                          "--pass",
+                          "--T",
+                          "--H",
+                          "--I",
+                          "--E",
+                          "--k",
+                          "--dtype",
+                          "--threads",
+                          "--skew",
+                          "--packed",
+                          "--peers",
+                          "--seconds",
+                          "--cpu-time",
+                          "--pages",
+                          "--json",
+                          "default 16,64,512",
+                          "ceiling:",
+                          "share:",
+                          "GF/s:",
+                          "(ms)",
+                          "Exit status"}},
+        {"check --help",
+         {"--seconds", "--quick", "-f", "--seed", "--draw", "--loose", "--list", "--bench", "default 30", "bound",
+          "Exit status"}},
+    };
+    char text[8192];
+    for (size_t i = 0; i < sizeof helps / sizeof *helps; i++) {
+        CHECK_EQ(run_cli("", helps[i].command, text, sizeof text), 0);
+        CHECK(strncmp(text, "usage: fusedmoe ", 16) == 0);
+        check_width(helps[i].command, text, true);
+        for (const char *const *word = helps[i].words; *word; word++)
+            if (!strstr(text, *word)) TEST_FAIL("%s does not speak of %s", helps[i].command, *word);
+    }
+    CHECK_EQ(run_cli("", "--version", text, sizeof text), 0);
+    CHECK(!strncmp(text, "fusedmoe ", 9) && !strncmp(text + 9, fmoe_version_string(), strlen(fmoe_version_string())));
+}
+
+static int occurrences(const char *text, const char *word)
+{
+    int n = 0;
+    for (const char *at = text; (at = strstr(at, word)); at += strlen(word)) n++;
+    return n;
+}
+
+/* Each kernel of the table once, with its level; what a level leaves out is not there. */
+TEST(info_names_the_kernels_in_use)
+{
+    char text[8192], json[8192], isa[64];
+    for (int level = 0; level < fmoe_cpu_level_count(); level++) {
+        if (!fmoe_cpu_level_available(level)) continue;
+        fmoe_kernels k;
+        fmoe_kernels_fill(&k, level);
+        snprintf(isa, sizeof isa, "%s", fmoe_cpu_level_name(level));
+        run_info(isa, text, sizeof text);
+        CHECK_EQ(run_cli(isa, "info --json", json, sizeof json), 0);
+        check_width("info", text, false);
+        const struct {
+            const char *field;
+            bool used;
+        } slots[] = {
+#define FMOE_KERNEL_FIELD(type, field) {#field, k.field != NULL},
+#define FMOE_KERNEL(lvl, type, field)
+#include "cpu/kernels.inc"
+        };
+        for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) {
+            int in_text = 0, in_json = 0;
+            for (int l = 0; l <= level; l++) {
+                char name[96];
+                snprintf(name, sizeof name, " %s_%s ", slots[i].field, fmoe_cpu_level_name(l));
+                in_text += occurrences(text, name);
+                name[strlen(name) - 1] = '\n';
+                in_text += occurrences(text, name);
+                snprintf(name, sizeof name, "\"%s_%s\"", slots[i].field, fmoe_cpu_level_name(l));
+                in_json += occurrences(json, name);
+            }
+            if (in_text != slots[i].used || in_json != slots[i].used)
+                TEST_FAIL("%s: %s, in the text %d times, in the JSON %d", isa, slots[i].field, in_text, in_json);
+        }
+        CHECK(!strstr(text, " other:")); /* a kernel that no operation has a line for */
+        CHECK(strstr(json, "\"backends\": {\"cpu\": ") && strstr(json, "\n  \"cuda\": \""));
+        CHECK(strstr(json, "\"cpu_levels\": [\"c\""));
+    }
 }
 
 TEST(row31_rubbish_in_the_environment)
@@ -687,7 +785,7 @@ TEST(row31_rubbish_in_the_environment)
         CHECK(strstr(text, "ignored") != NULL);
     }
     run_info("c", text, sizeof text);
-    CHECK(strstr(text, "in use c") && !strstr(text, "ignored"));
+    CHECK(strstr(text, "in use c (FMOE_MAX_ISA=c)\n") && !strstr(text, "ignored"));
     CHECK(!strstr(plain, "ignored"));
     /* Only an absolute path is opened: never what the working directory or the loader has under a name. */
     setenv("FMOE_CUDA_LIBRARY", "libm.so.6", 1);
@@ -695,7 +793,10 @@ TEST(row31_rubbish_in_the_environment)
     CHECK(!strstr(text, "libm"));
     setenv("FMOE_CUDA_LIBRARY", "/nonexistent/libm.so.6", 1);
     run_info("", text, sizeof text);
-    CHECK(strstr(text, "/nonexistent/libm") != NULL);
+    CHECK(strstr(text, "\ncuda: not ") && strstr(text, ": there is no /nonexistent/libm.so.6\n"));
+    setenv("FMOE_CUDA_LIBRARY", "/dev/null", 1); /* it is there, and no library */
+    run_info("", text, sizeof text);
+    CHECK(strstr(text, "\ncuda: not usable: /dev/null") != NULL);
     unsetenv("FMOE_CUDA_LIBRARY");
 }
 

@@ -2,6 +2,7 @@
  * isa.c - which ISA level this CPU, this operating system and this build have, and the kernels of a level. */
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -204,34 +205,87 @@ static void cpu_name(char name[49])
 #endif
 }
 
-/* Every kernel in the table of a plan made now, by name. */
-static size_t kernel_names(char *text, size_t n)
+/* Text that is added to piece by piece; used counts what did not fit too. */
+typedef struct info_text {
+    char *at;
+    size_t n, used;
+} info_text;
+
+static void add(info_text *t, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+static void add(info_text *t, const char *format, ...)
 {
+    va_list args;
+    va_start(args, format);
+    const bool fits = t->used < t->n;
+    t->used += (size_t)vsnprintf(fits ? t->at + t->used : NULL, fits ? t->n - t->used : 0, format, args);
+    va_end(args);
+}
+
+static const struct {
+    const char *title, *begins[4]; /* the types of kernels.inc whose names begin so; none: all that is left */
+} groups[] = {{"products:", {"gemm"}},
+              {"weight gradients:", {"wgrad"}},
+              {"packing:", {"pack"}},
+              {"activations:", {"act"}},
+              {"routing:", {"softmax"}},
+              {"conversions:", {"load", "store", "round"}},
+              {"sums:", {"add_rows", "axpy", "dot"}},
+              {"ceilings:", {"peak"}},
+              {"other:", {NULL}}};
+enum { GROUPS = sizeof groups / sizeof *groups };
+
+static int group_of(const char *type)
+{
+    for (int g = 0; g < GROUPS; g++)
+        for (int i = 0; i < 4 && groups[g].begins[i]; i++)
+            if (strncmp(type, groups[g].begins[i], strlen(groups[g].begins[i])) == 0) return g;
+    return GROUPS - 1;
+}
+
+/* Every kernel in the table of a plan made now, by name, one paragraph for each operation. */
+static void add_kernels(info_text *t)
+{
+    enum { INDENT = 5, NAMES = 23, COLUMNS = 100 };
     typedef void any_fn(void);
     fmoe_kernels k;
     fmoe_kernels_fill(&k, fmoe_cpu_level());
     const struct {
+        const char *type, *name;
         any_fn *in_table, *kernel;
-        const char *name;
     } all[] = {
 #define FMOE_KERNEL_FIELD(type, field)
-#define FMOE_KERNEL(lvl, type, field) {(any_fn *)k.field, (any_fn *)fmoe_##field##_##lvl, #field "_" #lvl},
+#define FMOE_KERNEL(lvl, type, field) {#type, #field "_" #lvl, (any_fn *)k.field, (any_fn *)fmoe_##field##_##lvl},
 #include "cpu/kernels/kernels.inc"
     };
-    size_t used = (size_t)snprintf(text, n, "     kernels:");
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (all[i].in_table == all[i].kernel)
-            used += (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, " %s", all[i].name);
-    return used + (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "\n");
+    for (int group = 0; group < GROUPS; group++) {
+        int column = 0;
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
+            if (all[i].in_table != all[i].kernel || group_of(all[i].type) != group) continue;
+            const int width = (int)strlen(all[i].name) + 1;
+            const bool first = column == 0;
+            if (first || column + width > COLUMNS) {
+                add(t, "%s%*s%-*s", first ? "" : "\n", INDENT, "", NAMES - INDENT, first ? groups[group].title : "");
+                column = NAMES;
+            }
+            add(t, " %s", all[i].name);
+            column += width;
+        }
+        if (column) add(t, "\n");
+    }
 }
 
 size_t fmoe_cpu_info(char *text, size_t n)
 {
     pthread_once(&detect_once, detect);
     char levels[64], name[49];
+    info_text t = {.at = text, .n = n};
     cpu_name(name);
-    const size_t used = (size_t)snprintf(text, n, "cpu: %s%s%d cores, levels %s, in use %s%s%s\n", name,
-                                         *name ? ", " : "", fmoe_cpu_count(), list_levels(levels, detected + 1, " "),
-                                         fmoe_cpu_isa(), env_warning[0] ? "; " : "", env_warning);
-    return used + kernel_names(used < n ? text + used : NULL, used < n ? n - used : 0);
+    add(&t, "cpu: %s%s%d cores, levels %s, in use %s", name, *name ? ", " : "", fmoe_cpu_count(),
+        list_levels(levels, detected + 1, " "), fmoe_cpu_isa());
+    if (env_warning[0]) add(&t, "; %s", env_warning);
+    else if (env_cap < LEVELS - 1) add(&t, " (FMOE_MAX_ISA=%s)", level_names[env_cap]);
+    add(&t, "\n");
+    add_kernels(&t);
+    return t.used;
 }

@@ -14,9 +14,11 @@ configure_package_config_file(cmake/fusedmoe-config.cmake.in ${CMAKE_CURRENT_BIN
 write_basic_package_version_file(${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config.cmake ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config-version.cmake
         DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
-# Paths from where the file lies: `cmake --install --prefix` may choose another place than was configured.
+# The prefix from where the file lies: `cmake --install --prefix` may choose another place than was configured.
+file(RELATIVE_PATH FMOE_PC_PREFIX ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 foreach(dir LIBDIR INCLUDEDIR)
-  file(RELATIVE_PATH FMOE_PC_${dir} ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_FULL_${dir}})
+  file(RELATIVE_PATH FMOE_PC_${dir} ${CMAKE_INSTALL_PREFIX} ${CMAKE_INSTALL_FULL_${dir}})
 endforeach()
+string(REGEX REPLACE "/$" "" FMOE_PC_PREFIX "${FMOE_PC_PREFIX}")
 configure_file(cmake/fusedmoe.pc.in ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -29,6 +29,18 @@ by_pkg_config() { # program link-options ...
         LD_LIBRARY_PATH=$(pkg-config --variable=libdir fusedmoe) "$program"
 }
 
+# Where it was installed is known from where the file lies, and may be given another name.
+pkg_config_prefix() {
+    export PKG_CONFIG_PATH
+    PKG_CONFIG_PATH=$(dirname "$(find "$at" -name fusedmoe.pc)")
+    local prefix
+    prefix=$(pkg-config --variable=prefix fusedmoe)
+    echo "prefix: $prefix" && pkg-config --define-variable=prefix=/other --cflags --libs fusedmoe
+    [ "$(realpath "$prefix")" = "$(realpath "$at")" ] && [ -f "$prefix/include/fusedmoe.h" ] &&
+        [ "$(pkg-config --define-variable=prefix=/other --variable=includedir fusedmoe)" = /other/include ] &&
+        [[ $(pkg-config --define-variable=prefix=/other --variable=libdir fusedmoe) = /other/lib* ]]
+}
+
 project() { # folder line ...: a project of the example and these lines, configured
     local folder=$work/$1
     mkdir -p "$folder" && shift
@@ -60,9 +72,45 @@ command_finds_backend() {
     grep -e 'libfusedmoe_cuda.so is not a CUDA backend' "$work/info" || { cat "$work/info" && false; }
 }
 
+# A backend that loads, with drivers that have no card, one, and one that is too old. None of it is CUDA.
+command_counts_devices() {
+    local folder=$work/driver line
+    mkdir -p "$folder/none" && cat >"$folder/backend.c" <<'END' && cat >"$folder/nvml.c" <<'END2'
+#include "backend.h"
+static const fmoe_backend table = {.version = FMOE_BACKEND_VERSION, .name = "cuda"};
+FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core) { return core ? &table : 0; }
+END
+#include <stdio.h>
+#include <stdlib.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { return *n = (unsigned)atoi(getenv("CARDS")), 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **card) { return *card = &*card, (int)i; }
+int nvmlDeviceGetName(void *card, char *name, unsigned n) { return snprintf(name, n, "Card %d", !!card), 0; }
+int nvmlDeviceGetCudaComputeCapability(void *card, int *major, int *minor)
+{
+    return *major = atoi(getenv("MAJOR")), *minor = 0, !card;
+}
+END2
+    cc -shared -fPIC -I"$root/src" -I"$root/include" -o "$folder/backend.so" "$folder/backend.c" &&
+        cc -shared -fPIC -o "$folder/libnvidia-ml.so.1" "$folder/nvml.c" &&
+        cc -shared -fPIC -o "$folder/libcuda.so.1" -x c /dev/null && echo "no library" >"$folder/none/libcuda.so.1" || return
+    says() { # words, folder of the driver, cards, the first one's major version
+        line=$(LD_LIBRARY_PATH=$2 CARDS=$3 MAJOR=$4 FMOE_CUDA_LIBRARY=$folder/backend.so "$at/bin/fusedmoe" info | grep '^cuda: ')
+        echo "$line" && [ "$line" = "cuda: $1" ]
+    }
+    unset CUDA_VISIBLE_DEVICES
+    says "loaded, no device: the NVIDIA driver finds none" "$folder" 0 0 &&
+        says "loaded, 1 device, Card 1 of compute capability 9.0" "$folder" 1 9 &&
+        says "loaded, 2 devices, the first Card 1 of compute capability 7.0 (8.0 is the least)" "$folder" 2 7 &&
+        CUDA_VISIBLE_DEVICES=1 says "loaded, 1 device, Card 1 of compute capability 9.0; CUDA_VISIBLE_DEVICES=1" "$folder" 1 9 &&
+        says "loaded, no device: there is no NVIDIA driver (libcuda.so.1)" "$folder/none" 0 0
+}
+
 try install cmake --install "$build" --prefix "$at" --component Unspecified
 if command -v pkg-config >/dev/null; then
     try pkg-config by_pkg_config shared
+    try pkg-config-prefix pkg_config_prefix
     try pkg-config-static by_pkg_config static -static
 else
     echo "pkg-config is not installed" && echo "SKIP" && skipped=1
@@ -70,5 +118,6 @@ fi
 try find_package by_find_package
 try add_subdirectory as_a_part
 try command command_finds_backend
+try command-devices command_counts_devices
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

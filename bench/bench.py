@@ -4,10 +4,6 @@
 A pass is routing and the layer. Implementations take turns inside every round, so that a busy machine slows all of them; the
 median of the rounds counts. Each has weights of its own, as its users have them: fusedmoe moves those it runs into huge pages. On
 CUDA each has three regimes instead, and "dense" is a peer: see meters.py.
-
-share is of the ceiling of arithmetic. On a CPU, roofline is the least time that the ceiling and the memory's read rate, both measured
-amid the rounds, leave to a pass: the forward reads the weights of the experts that have tokens; the backward reads them again
-and writes the gradients of all. of_roofline is the part of a pass's time that this is.
 """
 
 from __future__ import annotations
@@ -33,6 +29,28 @@ from .integrations import layers
 from .integrations import transformers as hf
 from .meters import DRAWS, GRAPH_BELOW, cuda_times, kept_megabytes, peak_megabytes
 
+COLUMNS = """
+The table has a row for each dtype, shape, pass, regime and implementation:
+  pass       fwd: routing and the layer; fwd+bwd: with the backward, gradients freed
+  regime     turns: implementations take turns in every round (CPU). On CUDA: idle, after a pause,
+             at the highest clock; sustained, without a pause, at the power limit; graph, up to 64
+             tokens, a forward in a CUDA graph of several
+  ms         median milliseconds of a pass
+  GFLOP/s    1e9 multiplications and additions of the layer's products a second
+  share      GFLOP/s divided by a ceiling: 1 is all of it. On a CPU the ceiling is a loop of
+             multiply-adds on registers alone, measured in the same run on the same threads; on CUDA
+             it is "dense", cuBLAS products of the same size, where that is among --impl
+  roofline   CPU: the least time that arithmetic at the ceiling and the memory's read rate, measured
+             too, leave to a pass, divided by its time: 1 is all that this machine can do. A forward
+             reads the weights of experts that have tokens; a backward reads them again and writes
+             the gradients of all
+  peak MB    MiB that a step (fwd+bwd) needs beyond what is there before it
+  kept MB    MiB that autograd keeps from forward to backward, parameters not counted
+In --json and --csv a row has also best_ms, ceiling_gflops, stream_gbytes (the read rate, 1e9 bytes
+a second) and roofline_ms; the column roofline is of_roofline there.
+Exit status: 0; 1 where ARCH has no experts; 2 for a command line that cannot be read, or that this
+machine cannot run.
+"""
 OURS = (hf.NAME, "recompute")  # "recompute" keeps x alone
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -179,27 +197,36 @@ def chart(rows: list[dict[str, Any]], path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """The command line; what is left out depends on the device."""
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     words = lambda text: text.split(",")  # noqa: E731
-    parser = argparse.ArgumentParser("python -m fusedmoe.bench", description=__doc__.split("\n")[0])
-    parser.add_argument("--op", default="experts", choices=["experts"])
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default here: %(default)s)")
+    cuda = device.parse_known_args(argv)[0].device == "cuda"
+    parser = argparse.ArgumentParser("python -m fusedmoe.bench", description="E" + __doc__.split("\n")[0].split(": e")[1], epilog=COLUMNS,
+                                     parents=[device], formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--op", default="experts", choices=["experts"], help="what is timed: the experts layer, the only one")
     parser.add_argument("--arch", default="qwen3_moe", help="a model directory of transformers (default %(default)s)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    cuda = parser.parse_known_args(argv)[0].device == "cuda"
     shape = ("16,4096,16384", "2048", "768", "128", "8") if cuda else ("64,512", "1024", "512", "32", "4")
-    for name, default in zip("THIEk", shape, strict=True):
-        parser.add_argument(f"--{name}", type=numbers, default=numbers(default), help=f"default {default}")
-    peers = "grouped_mm,dense,fusedmoe" if cuda else "eager,grouped_mm,fusedmoe"
-    for name, default in (("dtype", "bf16" if cuda else "f32,bf16"), ("impl", peers)):
-        parser.add_argument(f"--{name}", type=words, default=words(default), help=f"default {default}")
-    parser.add_argument("--threads", type=int, default=0, help="0: as many as torch has")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--forward-only", action="store_true")
-    for name in ("json", "csv", "png"):
-        parser.add_argument(f"--{name}", metavar="FILE")
-    args = parser.parse_args(argv)
+    meanings = "tokens", "hidden size", "intermediate size", "experts", "experts of every token"
+    for name, default, meaning in zip("THIEk", shape, meanings, strict=True):
+        parser.add_argument(f"--{name}", type=numbers, default=numbers(default), metavar="N,...", help=f"{meaning} (default {default})")
+    dtypes, peers = ("bf16", "grouped_mm,dense,fusedmoe") if cuda else ("f32,bf16", "eager,grouped_mm,fusedmoe")
+    parser.add_argument("--dtype", type=words, default=words(dtypes), metavar="TYPE,...", help=f"f32, bf16, f16 (default {dtypes})")
+    known = "those of transformers (eager, grouped_mm, batched_mm, fusedmoe, ...); recompute: fusedmoe keeping x alone; dense: CUDA only"
+    parser.add_argument("--impl", type=words, default=words(peers), metavar="NAME,...", help=f"{known} (default {peers})")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="CPU threads (default 0: as many as torch has)")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds on a CPU, after one to warm up (default %(default)s)")
+    parser.add_argument("--forward-only", action="store_true", help="no backward")
+    for name, what in (("json", "the rows, a JSON list"), ("csv", "the rows, with a header"), ("png", "a chart of the milliseconds")):
+        parser.add_argument(f"--{name}", metavar="FILE", help=f"{what}, into this file")
+    return parser.parse_args(argv), parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    args, parser = _arguments(argv)
     if not hf.register():
         parser.error("transformers 5 or newer is needed")
     if args.device == "cuda" and not torch.cuda.is_available():

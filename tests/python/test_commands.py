@@ -2,6 +2,7 @@
 """The benchmark and the example, as a user starts them."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,97 @@ def test_decode_of_models():
         assert done.returncode == 0 and len(done.stdout.splitlines()) == 3, done.stderr
     else:
         assert done.returncode == 2 and "no CUDA device" in done.stderr
+
+
+def fusedmoe_program(*arguments, **environment):
+    """`fusedmoe`, as the wheel installs it."""
+    program = Path(sysconfig.get_path("scripts"), "fusedmoe")
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+def test_the_report_has_what_a_bug_report_needs():
+    import transformers
+
+    from fusedmoe import _core
+
+    module = subprocess.run([sys.executable, "-m", "fusedmoe"], capture_output=True, text=True, timeout=120)
+    assert module.returncode == 0, module.stdout + module.stderr
+    for title in ("versions", "machine", "devices", "cpu kernels", "backends", "autoload", "environment", "check"):
+        assert f"\n{title}:\n" in f"\n{module.stdout}", title
+    assert "FAILED" not in module.stdout and re.search(r"\n  ok      cpu     bf16  bound 1.0e-02:  out \d", module.stdout)
+    program = fusedmoe_program("--json", FMOE_MAX_ISA="c", FMOE_POOL="0", CUDA_API_TOKEN="word")
+    found = json.loads(program.stdout)
+    assert program.returncode == 0 and found["check_seconds"] < 5, found
+    assert found["versions"]["fusedmoe"] == found["versions"]["library"] == _core.version
+    assert found["versions"]["torch"] == torch.__version__ and found["versions"]["transformers"] == transformers.__version__
+    assert found["cpu kernels"]["chosen"] == "c" == found["cpu kernels"]["FMOE_MAX_ISA"] and "c " in found["cpu kernels"]["available"]
+    assert list(found["backends"]) == ["cpu", "cuda", "ascend"] and all(found["backends"].values())
+    assert found["environment"].items() >= {"FMOE_MAX_ISA": "c", "FMOE_POOL": "0", "CUDA_API_TOKEN": "(hidden)"}.items()
+    assert found["autoload"]["active"] == "yes" and found["autoload"]['"fusedmoe"'] == "in ExpertsInterface"
+    assert [(r["device"], r["dtype"]) for r in found["check"]][:2] == [("cpu", "f32"), ("cpu", "bf16")]
+    assert all(r["ok"] and 0 < max(r["errors"].values()) <= r["bound"] for r in found["check"])
+    assert {*found["check"][0]["errors"]} == {"out", "inference", "dx", "dp", "dw1", "dw2"}
+
+
+def test_the_report_says_why_nothing_is_loaded():
+    found = json.loads(fusedmoe_program("info", "--json", FMOE_AUTOLOAD="0").stdout)
+    assert "check" not in found and found["autoload"]["active"] == "no: FMOE_AUTOLOAD=0" and found["autoload"]["FMOE_AUTOLOAD"] == "0"
+    assert found["autoload"]['"fusedmoe"'].startswith("NOT in ExpertsInterface")
+    found = json.loads(fusedmoe_program("info", "--json", TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout)
+    assert found["autoload"]["active"] == "no: TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+
+
+def test_the_report_without_transformers(tmp_path):
+    """A folder with everything that is installed here but transformers and PEFT."""
+    for folder in {p for p in sys.path if "site-packages" in p}:
+        for entry in Path(folder).iterdir():
+            if not re.match(r"transformers|peft|.*\.pth$", entry.name) and not (tmp_path / entry.name).exists():
+                (tmp_path / entry.name).symlink_to(entry)
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import runpy; runpy.run_module('fusedmoe', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert re.search(r"transformers +not installed", done.stdout) and "transformers is not installed" in done.stdout
+    assert "2 of 2 ok" in done.stdout or torch.cuda.is_available()
+
+
+def test_the_check_fails_where_results_are_wrong(monkeypatch, capsys):
+    from fusedmoe import diagnose
+
+    right = diagnose.experts
+    monkeypatch.setattr(diagnose, "experts", lambda *a: right(*a) * 1.02)
+    assert diagnose.main(["check"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "check:" and sum(line.startswith("  FAILED  cpu") for line in lines) == 2 and "0 of " in lines[-1]
+
+    def broken(*_):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(diagnose, "experts", broken)
+    assert diagnose.main(["check", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["check"][0]["problem"] == "RuntimeError: no such kernel" and not found["check"][0]["ok"]
+    monkeypatch.setattr(diagnose, "experts", lambda *a: right(*a) * float("nan"))
+    assert diagnose.main(["check"]) == 1
+
+
+def test_the_program_of_the_wheel():
+    from fusedmoe import _core
+
+    assert fusedmoe_program("--version").stdout == f"fusedmoe {_core.version}\n"
+    assert fusedmoe_program("rubbish").returncode == 2
+    for words in (["--help"], ["bench", "--help"]):
+        shown = fusedmoe_program(*words)
+        assert shown.returncode == 0 and "Exit status" in shown.stdout, shown.stderr
+
+
+def test_bench_help_has_every_option():
+    shown = fusedmoe_program("bench", "--help", COLUMNS="100").stdout
+    options = "op arch device T H I E k dtype impl threads rounds forward-only json csv png".split()
+    assert not [name for name in options if not re.search(rf"^  --{name}\b", shown, re.M)]
+    assert re.search(r"^  share +GFLOP/s divided by a ceiling", shown, re.M) and re.search(r"^  roofline +CPU: the least time", shown, re.M)
+    assert "milliseconds" in shown and "MiB" in shown and "default 64,512" in fusedmoe_program("bench", "--device", "cpu", "--help").stdout
+    assert "default 16,4096,16384" in fusedmoe_program("bench", "--device", "cuda", "--help").stdout
+    assert max(map(len, shown.splitlines())) <= 100
 
 
 def test_bench(tmp_path, capsys):

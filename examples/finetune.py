@@ -12,9 +12,11 @@ import copy
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 import warnings
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +25,14 @@ if BUSY:  # OpenMP's waiting threads would take the cores from whoever works on 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
+import transformers
 from tqdm import tqdm
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging as hf_logging
 
 import fusedmoe
 from fusedmoe.bench import peak_megabytes
-from report import page, picture
+from report import BUSY_TEXT, amount, page, picture, shown_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 LABELS = {"eager": "own experts (eager)", "grouped_mm": "transformers grouped_mm", "fusedmoe": "fusedmoe"}
@@ -40,6 +43,15 @@ def corpus() -> torch.Tensor:
     files = [ROOT / "include/fusedmoe.h", ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = b"\n".join(f.read_bytes() for f in files if f.exists())
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def commit() -> str:
+    """Of the checkout this file is in, and whether it was changed."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty= with changes"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def make_model(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
@@ -72,28 +84,27 @@ class Run:
         self.bar = tqdm(total=steps, desc=f"{LABELS[name]:24}", position=place, leave=True, disable=None, unit="step",
                         bar_format="{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}] {postfix}")  # fmt: skip
 
-    def step(self, batch: torch.Tensor, device: str) -> None:
-        """One optimizer step; the second is the one whose memory is measured."""
+    def _train(self, batch: torch.Tensor) -> float:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.warmup.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(loss.detach())
 
-        def work() -> None:
-            loss = self.model(input_ids=batch, labels=batch).loss
-            loss.backward()
-            self.optimizer.step()
-            self.warmup.step()
-            self.losses.append(float(loss.detach()))
-            self.optimizer.zero_grad(set_to_none=True)
-
+    def step(self, batch: torch.Tensor) -> None:
+        """One optimizer step; the first two warm up and are not timed."""
         start = time.perf_counter()
-        if len(self.losses) == 1:
-            self.peak = peak_megabytes(work, device)
-            del self.losses[2:]  # a CPU's meter makes the step twice
-        else:
-            work()
-            if len(self.losses) > 2:
-                self.seconds.append(time.perf_counter() - start)
-                rate = batch.numel() / statistics.median(self.seconds)
-                self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}, {rate:,.0f} tokens/s")
+        self.losses.append(self._train(batch))
+        if len(self.losses) > 2:
+            self.seconds.append(time.perf_counter() - start)
+            rate = batch.numel() / statistics.median(self.seconds)
+            self.bar.set_postfix_str(f"loss {self.losses[-1]:.4f}, {rate:,.0f} tokens/s")
         self.bar.update()
+
+    def measure(self, batch: torch.Tensor, device: str) -> None:
+        """The memory of a step, after all that count: a CPU's meter makes it twice, or not at all where the system does not tell."""
+        self.peak = peak_megabytes(lambda: self._train(batch), device)
 
     def result(self, tokens: int) -> dict[str, Any]:
         """The numbers of the report."""
@@ -121,7 +132,9 @@ def main() -> int:
     millions = sum(p.numel() for p in base.parameters()) / 1e6
     print(f"Qwen3-MoE, {millions:.1f} M parameters: {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}; "
           f"{args.batch} x {args.length} bytes a step, {str(dtype)[6:]} on {device}, {torch.get_num_threads()} thread(s)")  # fmt: skip
-    print(fusedmoe.info().strip().splitlines()[1])
+    line = fusedmoe.info().splitlines()[1]
+    cpu = line.removeprefix("cpu: ").split(", levels")[0]
+    print(line)
     data = corpus().to(device)
     runs = [Run(name, copy.deepcopy(base), args.steps, i) for i, name in enumerate(LABELS)]
     del base
@@ -134,39 +147,47 @@ def main() -> int:
         starts = torch.randint(0, len(data) - args.length, (args.batch,), generator=generator).tolist()
         batch = torch.stack([data[s : s + args.length] for s in starts])
         for run in runs[i % 3 :] + runs[: i % 3]:  # nobody is always first
-            run.step(batch, device)
+            run.step(batch)
         if not sys.stderr.isatty() and (i + 1) % 10 == 0:
             print(f"step {i + 1:3}  " + "  ".join(f"{r.name} {r.losses[-1]:.4f}" for r in runs), flush=True)
     for run in runs:
         run.bar.close()
+        run.measure(batch, device)
     if BUSY:
-        print("The machine was busy with other work: speeds say little.")
+        print(BUSY_TEXT)
 
     tokens = args.batch * args.length
     results = [run.result(tokens) for run in runs]
     ours = results[-1]
-    print("\nloss at step " + "".join(f"{s:>10}" for s in range(0, args.steps, max(1, args.steps // 6))))
+    print("\nloss at step " + "".join(f"{s:>10}" for s in shown_steps(args.steps)))
     for r in results:
-        print(f"{r['name']:13}" + "".join(f"{v:10.5f}" for v in r["losses"][:: max(1, args.steps // 6)]))
+        print(f"{r['name']:13}" + "".join(f"{r['losses'][s - 1]:10.5f}" for s in shown_steps(args.steps)))
     print(f"\n{'':24} {'tokens/s':>10} {'peak MB of a step':>18}   fusedmoe is")
     for r in results:
         faster = ours["tokens_per_second"] / r["tokens_per_second"]
         text = "" if r is ours else f"{faster:.2f}x as fast"
         if r is not ours and r["peak_mb"] and ours["peak_mb"]:
             text += f", {ours['peak_mb'] / r['peak_mb']:.2f}x the memory"
-        print(f"{r['label']:24} {r['tokens_per_second']:10,.0f} {r['peak_mb'] or 0:18,.0f}   {text}")
+        print(f"{r['label']:24} {r['tokens_per_second']:10,.0f} {amount(r['peak_mb']):>18}   {text}")
     theirs, gap = (max(abs(a - b) for a, b in zip(results[0]["losses"], r["losses"], strict=True)) for r in results[1:])
     agree = gap < (1e-3 if dtype == torch.float32 else 5e-2) or gap <= theirs
     print(f"\nlargest difference from the losses of the own experts over {args.steps} steps: fusedmoe {gap:.1e}, grouped_mm {theirs:.1e} "
           + ("(the same curve)" if agree else "(NOT THE SAME CURVE)"))  # fmt: skip
 
     args.out.mkdir(parents=True, exist_ok=True)
-    setup = (f"{millions:.1f} M parameters, {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}, {tokens} tokens "
-             f"a step, {str(dtype)[6:]}, {fusedmoe.cpu_isa() if device == 'cpu' else torch.cuda.get_device_name()}, "
-             f"{torch.get_num_threads()} thread(s), torch {torch.__version__}")  # fmt: skip
-    picture(results, setup, args.out / "finetune.png")
-    (args.out / "finetune.html").write_text(page(results, setup, gap))
-    (args.out / "finetune.json").write_text(json.dumps({"setup": setup, "gap": gap, "results": results}, indent=1))
+    card = f"{torch.cuda.get_device_name()}, " if device == "cuda" else ""
+    facts = {
+        "model": f"Qwen3-MoE, {millions:.1f} M parameters, {args.layers} layers, H={args.H}, I={args.I}, {args.E} experts, top-{args.k}",
+        "step": f"{tokens} tokens, {str(dtype)[6:]}, AdamW; {args.steps} steps",
+        "machine": f"{card}{cpu}, level {fusedmoe.cpu_isa()}, torch on {torch.get_num_threads()} threads",
+        "software": f"fusedmoe {fusedmoe.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    report = {"facts": facts, "busy": BUSY, "gap": gap, "agree": agree, "results": results}
+    picture(report, args.out / "finetune.png")
+    (args.out / "finetune.html").write_text(page(report))
+    (args.out / "finetune.json").write_text(json.dumps(report, indent=1))
     shown = args.out.relative_to(Path.cwd()) if args.out.is_relative_to(Path.cwd()) else args.out
     print(f"chart {shown}/finetune.png, page {shown}/finetune.html")
     return 0 if agree else 1

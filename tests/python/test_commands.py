@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fusedmoe
 from common import V5
 
 if not V5:
@@ -177,5 +178,37 @@ def test_finetune(tmp_path):
     assert not re.search(r"(src|href)=|url\(|@import|<script", page)  # nothing is loaded from elsewhere
     assert "prefers-color-scheme:dark" in page and "viewport" in page
     assert (tmp_path / "finetune.png").stat().st_size > 10000
-    results = json.loads((tmp_path / "finetune.json").read_text())["results"]
+    written = json.loads((tmp_path / "finetune.json").read_text())
+    results, facts = written["results"], written["facts"]
     assert [r["name"] for r in results] == ["eager", "grouped_mm", "fusedmoe"]
+    # Every step is in every run, once, and has one number: in the terminal, on the page, in the file.
+    assert {len(r["losses"]) for r in results} == {6} and "6 steps" in facts["step"]
+    assert re.search(r"^loss at step +1 +2 +3 +4 +5 +6$", run.stdout, re.M)
+    assert re.findall(r"<th>step (\d+)</th>", page) == [*"123456"]
+    assert f"<td>{results[2]['losses'][-1]:.5f}</td></tr></table>" in page
+    assert facts["machine"].startswith(fusedmoe.info().splitlines()[1].removeprefix("cpu: ").split(", levels")[0])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", facts["date"]) and re.match(r"[0-9a-f]{7,}|unknown", facts["commit"])
+    assert all(value in page for value in facts.values())
+    assert written["busy"] == ("busy with other work" in run.stdout) == ("busy with other work" in page)
+
+
+def test_the_page_of_finetune(monkeypatch, tmp_path):
+    """Curves that lie on one another differ in line and marker too; a busy machine and a memory that was not measured are said."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import report
+
+    results = [dict(name=n, label=n, losses=[5.0 - 0.1 * i for i in range(40)], tokens_per_second=9.0, peak_mb=None) for n in report.COLORS]
+    run = dict(facts={"machine": "a <CPU>"}, busy=True, gap=1e-6, agree=True, results=results)
+    page = report.page(run)
+    assert report.BUSY_TEXT in page and report.BUSY_TEXT not in report.page({**run, "busy": False})
+    assert "a &lt;CPU&gt;" in page and page.count("not measured") == 3 and "NOT THE SAME" in report.page({**run, "agree": False})
+    lines = re.findall(r'<polyline class="curve (\w+)" stroke-width="([^"]*)" stroke-dasharray="([^"]*)"', page)
+    assert [name for name, _, _ in lines] == [*report.COLORS] and len({dashes for _, _, dashes in lines}) == 3
+    kinds = {name: {*re.findall(rf'<g class="mark {name}"><(\w+)', page)} for name in report.COLORS}
+    assert kinds == {"eager": {"circle"}, "grouped_mm": {"rect"}, "fusedmoe": {"path"}}
+    places = [{*re.findall(rf'translate\(([^)]*)\)"><g class="mark {name}">', page)} - {"30.0 10.0"} for name in report.COLORS]
+    assert all(len(p) > 5 for p in places) and len(set.union(*places)) == sum(map(len, places))  # none hides another
+    assert re.search(r'class="axis"[^>]*>step</text>', page) and re.search(r'class="axis"[^>]*>loss</text>', page)
+    assert ".scroll{overflow-x:auto" in page and '<div class="scroll"' in page and report.shown_steps(40)[::6] == [1, 40]
+    report.picture(run, tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 10000

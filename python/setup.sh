@@ -50,7 +50,7 @@ progress() { # of a verbose pip: every file that is compiled, on a terminal in o
     done 3>.venv/build.log
     [ -t 1 ] && echo || true
 }
-rm -rf .venv/wheel # left there for other environments (tests/ascend/run_torch.sh), as old as the sources it began with
+rm -rf $stamp .venv/wheel # left there for other environments (tests/ascend/run_torch.sh), as old as the sources it began with
 touch .venv/begun
 { PATH=$PWD/.venv/bin:$PATH .venv/bin/python -m pip --disable-pip-version-check -v wheel --no-build-isolation --no-deps -w .venv/wheel \
     -C build-dir=.venv/build -C cmake.define.FMOE_CUDA="$cuda" . 2>&1 || echo "setup: pip failed"; } | progress

@@ -615,33 +615,6 @@ TEST(row26_levels)
     CHECK_STATUS(fmoe_cpu_set_max_isa(NULL), FMOE_OK);
 }
 
-/* How often a text names a kernel of a slot of the table, at whichever level. */
-static int times_named(const char *text, const char *field)
-{
-    int n = 0;
-    for (int i = 0; i < fmoe_cpu_level_count(); i++) {
-        char word[128];
-        const int length = snprintf(word, sizeof word, " %s_%s", field, fmoe_cpu_level_name(i));
-        for (const char *at = text; (at = strstr(at, word)); at += length) n += at[length] == ' ' || at[length] == '\n';
-    }
-    return n;
-}
-
-TEST(info_names_the_kernels_in_use)
-{
-    for (int i = 0; i < fmoe_cpu_level_count(); i++) {
-        CHECK_STATUS(fmoe_cpu_set_max_isa(fmoe_cpu_level_name(i)), FMOE_OK);
-        char text[8192];
-        fmoe_info(text, sizeof text);
-        fmoe_kernels k;
-        fmoe_kernels_fill(&k, fmoe_cpu_level());
-#define FMOE_KERNEL(level, type, field)
-#define FMOE_KERNEL_FIELD(type, field) CHECK_EQ(times_named(text, #field), k.field != NULL);
-#include "cpu/kernels/kernels.inc"
-    }
-    CHECK_STATUS(fmoe_cpu_set_max_isa(NULL), FMOE_OK);
-}
-
 /* The environment is read once: a new process for each value. */
 static int run_cli(const char *isa, const char *arguments, char *text, size_t n) /* its exit code */
 {
@@ -748,7 +721,7 @@ TEST(info_names_the_kernels_in_use)
         } slots[] = {
 #define FMOE_KERNEL_FIELD(type, field) {#field, k.field != NULL},
 #define FMOE_KERNEL(lvl, type, field)
-#include "cpu/kernels.inc"
+#include "cpu/kernels/kernels.inc"
         };
         for (size_t i = 0; i < sizeof slots / sizeof *slots; i++) {
             int in_text = 0, in_json = 0;

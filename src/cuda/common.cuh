@@ -86,7 +86,7 @@ struct Mat {
 
 // ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or 1) ----
 
-// Of a product that lets the next one in early (sched_sm90.cuh): its CTAs that have the first half of the experts in memory, and whether
+// Of a product that lets the next one in early (sm90/sched.cuh): its CTAs that have the first half of the experts in memory, and whether
 // all have. Zero before its launch.
 struct Ready {
     unsigned ctas, all;
@@ -134,7 +134,7 @@ fmoe_status fmoe_cuda_launched(const char *what);
 // ---- Launches that begin under the tail of the launch before them (9.0 and later) ----
 //
 // Such a kernel calls depend_wait() in every block before it reads or writes anything that an earlier launch touches, and
-// depend_launch() as soon as the next one may be brought in. (Some products begin earlier: sched_sm90.cuh.)
+// depend_launch() as soon as the next one may be brought in. (Some products begin earlier: sm90/sched.cuh.)
 
 DEV void depend_wait()
 {
@@ -197,7 +197,7 @@ void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t
 // A list of matrices as one: a stack after all where the distances are equal, else by a copy of its pointers on the device. size: of an element.
 Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, cudaStream_t s);
 
-// gemm_sm80.cu
+// sm80/gemm.cu
 struct GemmArgs {
     Mat A, B, D;
     const int *gather_a, *gather_b; // token of each row of A or B, or NULL
@@ -213,7 +213,7 @@ struct GemmArgs {
     RowMap map_value;               // off == NULL: one group of R rows
 };
 void gemm_sm80(int dtype, const GemmArgs &a, cudaStream_t s);
-// lowrank_add.cu, lowrank.cu: the same where few k are added to rows, or the result has few columns, or a weight gradient few rows or
+// sm80/lora_add.cu, sm80/lora_rows.cu: the same where few k are added to rows, or the result has few columns, or a weight gradient few rows or
 // columns. False: it is not that, and nothing was launched.
 bool lowrank_add(int dtype, const GemmArgs &a, cudaStream_t s);
 bool lowrank_rows(int dtype, const GemmArgs &a, float scale, cudaStream_t s);

@@ -8,7 +8,7 @@
 //
 // Adapters: before a product its rows pass through one factor, into rows of `rank` columns, which with the other factor are further steps of
 // the product. l1 = x A1 is kept too; p*l2 is made of p*a.
-#include "decode.cuh"
+#include "sm80/decode.cuh"
 #include "ops.cuh"
 #include "products.cuh"
 

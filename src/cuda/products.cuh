@@ -2,7 +2,7 @@
 // products.cuh - the products of the layer over the row map: each runs on Hopper where its operands allow and on the general
 // kernel where they do not. Both write the same layout, so they mix freely.
 #pragma once
-#include "sm90.cuh"
+#include "sm90/product.cuh"
 
 // Weights as the products see them: one matrix in the order of h's columns, or gate and up apart.
 struct Weight {

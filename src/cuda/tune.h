@@ -13,9 +13,9 @@ extern "C" {
 enum { FMOE_CUDA_ALIGN = 16 };  /* an expert's segment of rows begins at a multiple of this */
 enum { FMOE_CUDA_SLACK = 128 }; /* entries of the token list past the last row that a tile may look at */
 enum { FMOE_CUDA_TILE_M = 64 }; /* rows of a tile of the general kernels */
-enum { FMOE_CUDA_TOKEN_UNITS = 9 }; /* times 16: the most tokens of a tile of tokens_sm90.cuh */
+enum { FMOE_CUDA_TOKEN_UNITS = 9 }; /* times 16: the most tokens of a tile of gemm_tokens.cuh */
 
-/* What the choice depends on; filled by cuda.cu from the description and the device. */
+/* What the choice depends on; filled by backend.cu from the description and the device. */
 typedef struct fmoe_cuda_shape {
     int64_t H, I, E, k;
     int dtype, gated; /* fmoe_dtype */

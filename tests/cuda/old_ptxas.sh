@@ -12,11 +12,11 @@ if [ ! -x ptxas ]; then
     python3 -m zipfile -e nvidia_cuda_nvcc_cu12-12.4.131-*.whl . && mv nvidia/cuda_nvcc/bin/ptxas . && chmod +x ptxas && rm -rf nvidia* || exit 2
 fi
 passed=0 failed=0
-for name in up rows dh wgrad; do
-    nvcc -std=c++17 -O3 -arch=sm_90a -ptx -I "$root/include" -I "$root/src" "$root/src/cuda/${name}_sm90.cu" -o $name.ptx &&
+for name in gather rows dh wgrad; do
+    nvcc -std=c++17 -O3 -arch=sm_90a -ptx -I "$root/include" -I "$root/src" "$root/src/cuda/sm90/inst_$name.cu" -o $name.ptx &&
         sed -i 's/^\.version .*/.version 8.4/' $name.ptx &&
-        sh "$root/src/cuda/slow_kernels.sh" error ./ptxas -O3 -arch=sm_90a --warn-on-spills $name.ptx -o $name.cubin >$name.log 2>&1
-    if [ $? -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)) && echo "FAILED: ${name}_sm90.cu" && tail -20 $name.log; fi
+        sh "$root/src/cuda/sm90/slow_kernels.sh" error ./ptxas -O3 -arch=sm_90a --warn-on-spills $name.ptx -o $name.cubin >$name.log 2>&1
+    if [ $? -eq 0 ]; then passed=$((passed + 1)); else failed=$((failed + 1)) && echo "FAILED: inst_$name.cu" && tail -20 $name.log; fi
 done
 echo "$passed passed, $failed failed, 0 skipped"
 [ $failed -eq 0 ]

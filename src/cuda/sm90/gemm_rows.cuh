@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm_sm90.cuh - one persistent, warp-specialised kernel for all grouped products of the layer on Hopper.
+// gemm_rows.cuh - one persistent, warp-specialised kernel for all grouped products of the layer on Hopper.
 //
 // Warpgroup 0 loads (TMA, or a gather of token rows by cp.async), warpgroups 1 and 2 multiply, each 64 or 128 rows of the tile on its
 // own; a ring of shared-memory stages lies between them. In the fused backward a fourth warpgroup does the epilogue. Two CTAs form a
@@ -7,10 +7,10 @@
 //
 // Rows are grouped by expert in segments that begin at multiples of 16. A warp's results are blocks of 16 rows, and a contraction over
 // rows advances by 16, so no tile edge needs a mask: what lies past a segment is computed and not stored, or not multiplied at all.
-// Columns past the end are zero-filled and clipped by TMA. (Groups that begin anywhere, those of a grouped matmul: tokens_sm90.cuh, and
+// Columns past the end are zero-filled and clipped by TMA. (Groups that begin anywhere, those of a grouped matmul: gemm_tokens.cuh, and
 // for the weight gradient a producer that clears the rows past the end.)
 #pragma once
-#include "dglu_sm90.cuh"
+#include "epilogue_dglu.cuh"
 #include "wgmma.cuh"
 
 // The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction; z: where

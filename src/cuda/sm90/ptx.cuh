@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// ptx_sm90.cuh - Hopper primitives: mbarrier, TMA, clusters, stmatrix, warpgroup registers. Nothing of MoE is known here.
+// ptx.cuh - Hopper primitives: mbarrier, TMA, clusters, stmatrix, warpgroup registers. Nothing of MoE is known here.
 #pragma once
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 #include <cuda.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// mma_sm80.cuh - the instructions of the kernels that run from 8.0 on: copies into shared memory, fragments, products.
+// mma.cuh - the instructions of the kernels that run from 8.0 on: copies into shared memory, fragments, products.
 #pragma once
-#include "common.cuh"
+#include "cuda/common.cuh"
 
 #include <type_traits>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // wgmma.cuh - m64nNk16, both operands in shared memory, f32 accumulators. TA, TB = 1 for an operand whose contiguous dimension is not k.
 #pragma once
-#include "ptx_sm90.cuh"
+#include "ptx.cuh"
 
 #include <type_traits>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// rows_sm90.cu - products of rows that lie in order: down, dx, and those of a grouped matmul.
-#include "gemm_sm90.cuh"
-#include "tokens_sm90.cuh"
+// inst_rows.cu - products of rows that lie in order: down, dx, and those of a grouped matmul.
+#include "gemm_rows.cuh"
+#include "gemm_tokens.cuh"
 
 template <class T> using RowsK = Config<T, 128, 256, 4, A_ROWS, B_KMAJOR, EPI_STORE>;
 template <class T> using RowsN = Config<T, 128, 256, 4, A_ROWS, B_NMAJOR, EPI_STORE>;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm_sm80.cu - grouped products of any size, stride and dtype: mma.sync on tiles loaded by cp.async where a 16-byte chunk is
+// gemm.cu - grouped products of any size, stride and dtype: mma.sync on tiles loaded by cp.async where a 16-byte chunk is
 // aligned and inside, element by element where it is not. f32, and operands of mixed type, run on plain multiply-adds.
 //
 // rows form:     D[r, n]    = sum_k A[r, k] * B[e][n, k] + bias[e][n]      for the rows r of each expert e
 // weight form:   D[e][m, n] = sum over the rows r of e of A[r, m] * B[r, n]
-#include "mma_sm80.cuh"
+#include "mma.cuh"
 
 static constexpr int BM = FMOE_CUDA_TILE_M, BN = 128, THREADS = 128, STAGES = 3;
 

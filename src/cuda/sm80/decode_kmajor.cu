@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cu - inference of few tokens with weights [out,in] (decode_cols.cu: [in,out]).
+// decode_kmajor.cu - inference of few tokens with weights [out,in] (decode_nmajor.cu: [in,out]).
 //
 // Two launches, up with activation and down with the weighted sum; down starts under the tail of up, and asks for weights before it waits
 // for up. There is no row map: every block finds the experts that are hit, and their slots, from the ids. As many blocks as fit at once
@@ -8,8 +8,8 @@
 //
 // An adapter is a launch more before the product it belongs to, x A^T, and further steps of that product's sums, with B.
 #include "decode.cuh"
-#include "mma_sm80.cuh"
-#include "ops.cuh"
+#include "mma.cuh"
+#include "cuda/ops.cuh"
 
 DEV float warp_sum(float v)
 {

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// tokens_sm90.cuh - rows times weights with the tokens on the N side of wgmma: D^T[feature, token] = W[feature, k] X[token, k]^T.
+// gemm_tokens.cuh - rows times weights with the tokens on the N side of wgmma: D^T[feature, token] = W[feature, k] X[token, k]^T.
 //
 // A tile is 256 features by any multiple of 16 tokens up to MAX_N, so that an expert's rows are cut into equal pieces and nothing is
 // multiplied in vain: with 64-row granularity on the M side the ragged ends cost 6 % at 1024 rows an expert and 25 % at 256.
-// Roles, ring and multicast as in gemm_sm90.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
+// Roles, ring and multicast as in gemm_rows.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
 // expert has one piece only, two tiles of features.
 //
 // A consumer multiplies 128 features, as two blocks of 64. With an activation a thread has gate and up of the same feature: by
 // turns of 8 rows in the weights' tile (W_GLU: one tensor, so a stack, and the fastest), or as 64 gates and then their 64 ups (any list).
 // Results pass through shared memory transposed, 48 tokens at a time.
 #pragma once
-#include "act.cuh"
-#include "sched_sm90.cuh"
+#include "cuda/act.cuh"
+#include "sched.cuh"
 #include "wgmma.cuh"
 
 enum WeightSource { W_KMAJOR, W_NMAJOR, W_GLU };               // [feature, k]; [k, feature]; the first, 8 gates and 8 ups in turn
@@ -157,7 +157,7 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
         }
         pass_half(p, before, p.E);
     } else {
-        // As in gemm_sm90.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
+        // As in gemm_rows.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
         const int row = thread / 8, c = thread & 7;
         const uint32_t dst = ring.base + C::A_BYTES + row * 128 + ((c ^ (row & 7)) << 4);
         const T *x = (const T *)p.x + c * 8;
@@ -217,7 +217,7 @@ template <class C> struct TokenConsumer {
     bool more = false;
     int s = 0, phase = 0;
     uint32_t turn = 0;
-    float acc[2][C::MAX_N / 2] = {}; // as in gemm_sm90.cuh
+    float acc[2][C::MAX_N / 2] = {}; // as in gemm_rows.cuh
 
     DEV TokenConsumer(const Sm90Args &args, TokenRing r) : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), sched(args) {}
     DEV void release(int slot)

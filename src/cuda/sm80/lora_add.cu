@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowrank_add.cu - what an adapter adds to rows of the layer: D[r, n] += sum over j of A[r, j] F[e(r)][n, j], few j. Reading and writing D
+// lora_add.cu - what an adapter adds to rows of the layer: D[r, n] += sum over j of A[r, j] F[e(r)][n, j], few j. Reading and writing D
 // once is what takes the time.
 //
 // A block has 64 rows of an expert and 512 columns, 128 at a time, and asks for the next part of D before it looks at the factors of this
 // one. Which column is which n of an mma is ours to choose: a thread's four products of 8 columns are 8 neighbours of a row, 16 bytes.
-#include "mma_sm80.cuh"
+#include "mma.cuh"
 
 static constexpr int ROWS = FMOE_CUDA_TILE_M, COLS = 128, SPAN = 4 * COLS, THREADS = 256, RANK = 64; // RANK: of the factors at a time
 static constexpr int WORDS = RANK / 2 + 5; // of a line in shared memory: neighbours lie in other banks

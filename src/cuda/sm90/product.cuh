@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// sm90.cuh - the Hopper products as the layer sees them: arguments, and one entry a product.
+// product.cuh - the Hopper products as the layer sees them: arguments, and one entry a product.
 #pragma once
-#include "act.cuh"
+#include "cuda/act.cuh"
 
 #include <cuda.h>
 
@@ -10,9 +10,9 @@ static constexpr size_t SM90_MAX_SMEM = 232448;
 // Rows of a box of K-major weights: products with an activation of their own order, and all others. Maps and kernels both take it from
 // here: were they to differ, a kernel would wait for bytes that never come.
 static constexpr int SM90_BOX_ACT = 64, SM90_BOX = 128;
-static constexpr int SM90_PIECE = 3; // tokens_sm90: units of 16 rows that are stored at once
+static constexpr int SM90_PIECE = 3; // gemm_tokens: units of 16 rows that are stored at once
 
-// When a product may begin to read: when the launch before it has ended; or as soon as that one lets it in (sched_sm90.cuh).
+// When a product may begin to read: when the launch before it has ended; or as soon as that one lets it in (sched.cuh).
 enum Sm90Begin { SM90_AFTER, SM90_EARLY };
 
 struct Place { // of each expert's matrix in the outermost dimension of its map: its number, or for a list multiples of 2^shift bytes
@@ -22,14 +22,14 @@ struct Place { // of each expert's matrix in the outermost dimension of its map:
 };
 
 struct Sm90Args {
-    CUtensorMap a;          // rows {column, row}; tokens_sm90: {column, part, row}
-    CUtensorMap a16;        // tokens_sm90: the same in boxes of 16 rows
+    CUtensorMap a;          // rows {column, row}; gemm_tokens: {column, part, row}
+    CUtensorMap a16;        // gemm_tokens: the same in boxes of 16 rows
     CUtensorMap b[2];       // weights {k, n, expert} or {n, k, expert}, one a part (gate, up), or both in b[0]; or rows as a
     CUtensorMap low, low16; // an adapter: rows of its rank in the order of the results, as a and a16,
     CUtensorMap low_b[2];   // and the factor they are multiplied by, a stack, as b
-    CUtensorMap d[2];       // results: as a; tokens_sm90: in boxes of 16 rows and of a piece; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
-    CUtensorMap d1;         // tokens_sm90, ragged: in boxes of one row
-    CUtensorMap h[2];       // forward with activation: h as d; tokens_sm90: {column, gate or up, row}
+    CUtensorMap d[2];       // results: as a; gemm_tokens: in boxes of 16 rows and of a piece; weight gradients {n, m, expert}, one a part, or (flat) {n, expert * M + m}
+    CUtensorMap d1;         // gemm_tokens, ragged: in boxes of one row
+    CUtensorMap h[2];       // forward with activation: h as d; gemm_tokens: {column, gate or up, row}
     Place place_b[2], place_d[2];
     const int *off;         // [E+1]
     const int *tok;         // gather: token of each row
@@ -46,12 +46,12 @@ struct Sm90Args {
     size_t dp_pitch;
     int E, M, N;            // M: rows of a part of a weight gradient
     int k_steps, parts;     // contraction of a part in steps of 64; parts of the contraction, or of M
-    int low_steps, low_tail; // of an adapter's rank, after those of all parts: steps of 64, and 16s in one step more (tokens_sm90: 0 or 1)
+    int low_steps, low_tail; // of an adapter's rank, after those of all parts: steps of 64, and 16s in one step more (gemm_tokens: 0 or 1)
     int add, keep_h, flat;
     int gated, pairs;       // fused backward: h and dh have gate and up; as neighbours
     int ragged;             // an expert's rows begin and end anywhere
     int off_shared;         // set by the launch: the offsets have a copy in shared memory
-    int tokens;             // tokens on the N side (tokens_sm90.cuh)
+    int tokens;             // tokens on the N side (gemm_tokens.cuh)
     Sm90Begin begin;
     int halves;             // lets the next launch in when half of the experts are in memory
     Ready *ready;           // halves: its own; SM90_EARLY: that of the product whose results it reads
@@ -59,8 +59,8 @@ struct Sm90Args {
 
 enum Sm90Product {
     SM90_UP_SMOOTH,      // gathered rows x [gate | up], an activation with a sigmoid; h and a
-    SM90_UP_GLU,         // the same with any activation and bias (tokens_sm90.cuh)
-    SM90_UP_GLU_N,       // both, of weights [k, n]: any activation and bias in tokens_sm90.cuh, else one with a sigmoid
+    SM90_UP_GLU,         // the same with any activation and bias (gemm_tokens.cuh)
+    SM90_UP_GLU_N,       // both, of weights [k, n]: any activation and bias in gemm_tokens.cuh, else one with a sigmoid
     SM90_UP_PAIRS,       // of weights [k, n] with gate and up as neighbours, and so h: FAST_CLAMP, bias
     SM90_UP_ACT,         // gathered rows x weights [n, k], activation; h and a
     SM90_GATHER_K,       // gathered rows x weights [n, k]

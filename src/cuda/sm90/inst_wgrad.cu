@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgrad_sm90.cu - weight gradients: the contraction runs over the rows of an expert, one side gathered; or (grouped matmul) neither.
+// inst_wgrad.cu - weight gradients: the contraction runs over the rows of an expert, one side gathered; or (grouped matmul) neither.
 // 128 x 256 reads shared memory at its full rate, 256 x 128 would ask for 12 % more.
-#include "gemm_sm90.cuh"
+#include "gemm_rows.cuh"
 
 template <class T, Epilogue EPI> using GatherA = Config<T, 128, 256, 4, A_T_GATHER, B_T, EPI>;
 template <class T, Epilogue EPI> using GatherB = Config<T, 128, 256, 4, A_T, B_T_GATHER, EPI>;

@@ -2,7 +2,7 @@
 // decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What both ways of storing them
 // share.
 #pragma once
-#include "act.cuh"
+#include "cuda/act.cuh"
 
 #include <type_traits>
 
@@ -128,5 +128,5 @@ DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float u
     return a.gated ? value * up_factor(a.act, up, a.limit).value : value;
 }
 
-// Weights [in,out]: up, down and the sums in three launches (decode_cols.cu).
+// Weights [in,out]: up, down and the sums in three launches (decode_nmajor.cu).
 void decode_cols_run(const DecodeArgs &a, int dtype, int sms, cudaStream_t s);

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// lowrank.cu - the products of adapters whose result is as narrow as their rank, for which the tiles of the others are too wide. Both are
+// lora_rows.cu - the products of adapters whose result is as narrow as their rank, for which the tiles of the others are too wide. Both are
 // bound by reading the rows of the layer once. A ring of stages by cp.async; in shared memory 16-byte pieces are swizzled.
 //
 //   rows: low = rows x factor      D[r, j]    = scale x sum over k of A[r, k] F[e(r)][j, k]
 //   grad: of a factor              D[e][m, j] = sum over the expert's rows of A[r, m] L[r, j], or its transpose
 //
 // The wide rows may be gathered.
-#include "mma_sm80.cuh"
+#include "mma.cuh"
 
 // Piece of a line of P pieces, where eight lines one below the other lie in all banks.
 template <int P> DEV int narrow_at(int line, int piece) { return (line * P + (piece ^ (line >> (P == 8 ? 0 : P == 4 ? 1 : 2) & (P - 1)))) * 16; }

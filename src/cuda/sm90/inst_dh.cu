@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dh_sm90.cu - the fused backward product: dout . W2, the slope of the activation, p*a and dp.
-#include "gemm_sm90.cuh"
+// inst_dh.cu - the fused backward product: dout . W2, the slope of the activation, p*a and dp.
+#include "gemm_rows.cuh"
 
 // 256 columns do not fit the registers of 512 threads.
 template <class T> using Dh192 = Config<T, 128, 192, 4, A_GATHER, B_NMAJOR, EPI_DGLU>;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// tiles_sm90.cuh - what the roles of gemm_sm90.cuh's kernel agree on: the shape of a product, its tiles and their order.
+// config.cuh - what the roles of gemm_rows.cuh's kernel agree on: the shape of a product, its tiles and their order.
 #pragma once
-#include "sched_sm90.cuh"
+#include "sched.cuh"
 
 enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };              // A_T*: the contraction runs over rows (weight gradients)
 // Weights stored [n,k], or gates and ups of two such; [k,n], or gates and ups of two such, or gate and up of a feature as neighbours; rows.

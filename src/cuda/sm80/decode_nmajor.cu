@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_cols.cu - inference of few tokens with weights [in,out]: columns of the result lie along memory.
+// decode_nmajor.cu - inference of few tokens with weights [in,out]: columns of the result lie along memory.
 //
 // Three launches: up, down and the weighted sum. A product's work is every strip of 256 columns of every expert that is hit, from its first
 // row to its last, one after the other; each block has an equal piece of that line, so that all end together, and leaves the sums of its

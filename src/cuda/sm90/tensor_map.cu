@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sm90.cu - tensor maps and the table of Hopper products.
-#include "sm90.cuh"
+// tensor_map.cu - tensor maps and the table of Hopper products.
+#include "product.cuh"
 
 cudaError_t sm90_setup_gather();
 cudaError_t sm90_setup_rows();

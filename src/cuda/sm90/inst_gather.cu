@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_sm90.cu - products of gathered rows: up with its activation, and the plain ones.
-#include "gemm_sm90.cuh"
-#include "tokens_sm90.cuh"
+// inst_gather.cu - products of gathered rows: up with its activation, and the plain ones.
+#include "gemm_rows.cuh"
+#include "gemm_tokens.cuh"
 
 template <class T> using UpGlu = Config<T, 128, 256, 4, A_GATHER, B_GLU, EPI_GLU>;
 template <class T> using UpGluN = Config<T, 128, 256, 4, A_GATHER, B_GLU_N, EPI_GLU>;

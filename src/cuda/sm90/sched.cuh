@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// sched_sm90.cuh - what both Hopper kernels share of their schedules.
+// sched.cuh - what both Hopper kernels share of their schedules.
 #pragma once
-#include "ptx_sm90.cuh"
-#include "sm90.cuh"
+#include "ptx.cuh"
+#include "product.cuh"
 
 // First row of expert e: from shared memory where all of them fit beside the stages.
 template <class C> DEV int offset_of(const Sm90Args &p, int e)

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// dglu_sm90.cuh - the backward of the activation as an epilogue of gemm_sm90.cuh's kernel.
+// epilogue_dglu.cuh - the backward of the activation as an epilogue of gemm_rows.cuh's kernel.
 #pragma once
-#include "act.cuh"
-#include "tiles_sm90.cuh"
+#include "cuda/act.cuh"
+#include "config.cuh"
 
 // One element of the fused backward: d = <dout, W2>, p, gate and up to dh, p*a and a term of dp.
 struct Slopes {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
+// backend.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
 #include "ops.cuh"
 #include "route.cuh"
-#include "sm90.cuh"
+#include "sm90/product.cuh"
 
 #include <cstdio>
 #include <cstdlib>

@@ -102,15 +102,14 @@ template <class T, Layout LAY, int V> __global__ void __launch_bounds__(THREADS)
     }
 }
 
-template <class T, Layout LAY, int V> static void launch(bool forward, const ActArgs &a, cudaStream_t s)
+template <class T, Layout LAY, int V> static void run(bool forward, const ActArgs &a, Stream &s)
 {
     const unsigned grid = (unsigned)fmoe_min(a.rows, 1 << 16);
     const FastAct fast = fast_act(a.act, a.alpha, a.limit);
-    if (forward) act_fwd<T, LAY, V><<<grid, THREADS, 0, s>>>(a, fast);
-    else act_bwd<T, LAY, V><<<grid, THREADS, 0, s>>>(a, fast);
+    launch(s, Product::ACT, forward ? act_fwd<T, LAY, V> : act_bwd<T, LAY, V>, Grid{grid, THREADS}, a, fast);
 }
 
-template <class T> static void dispatch(bool forward, int gated, const ActArgs &a, cudaStream_t s)
+template <class T> static void dispatch(bool forward, int gated, const ActArgs &a, Stream &s)
 {
     if (a.rows == 0 || a.I == 0) return;
     constexpr int V = 16 / sizeof(T);
@@ -118,19 +117,19 @@ template <class T> static void dispatch(bool forward, int gated, const ActArgs &
     const uintptr_t bits = (uintptr_t)a.h | (uintptr_t)a.a | (uintptr_t)a.da | (uintptr_t)a.dh | (uintptr_t)a.pa;
     const int64_t strides = a.h_r | a.a_r | a.da_r | a.dh_r | a.I | (pairs ? 0 : a.h_u | a.dh_u);
     const bool wide = bits % 16 == 0 && strides % V == 0;
-    if (wide && pairs) launch<T, PAIRS, V / 2>(forward, a, s);
-    else if (wide && plain && gated) launch<T, GATED, V>(forward, a, s);
-    else if (wide && plain) launch<T, PLAIN, V>(forward, a, s);
-    else if (gated) launch<T, GATED, 1>(forward, a, s);
-    else launch<T, PLAIN, 1>(forward, a, s);
+    if (wide && pairs) run<T, PAIRS, V / 2>(forward, a, s);
+    else if (wide && plain && gated) run<T, GATED, V>(forward, a, s);
+    else if (wide && plain) run<T, PLAIN, V>(forward, a, s);
+    else if (gated) run<T, GATED, 1>(forward, a, s);
+    else run<T, PLAIN, 1>(forward, a, s);
 }
 
-static void run(int dtype, bool forward, int gated, const ActArgs &a, cudaStream_t s)
+static void run(int dtype, bool forward, int gated, const ActArgs &a, Stream &s)
 {
     if (dtype == FMOE_F32) dispatch<float>(forward, gated, a, s);
     else if (dtype == FMOE_BF16) dispatch<bf16>(forward, gated, a, s);
     else dispatch<f16>(forward, gated, a, s);
 }
 
-void act_forward(int dtype, int gated, const ActArgs &a, cudaStream_t s) { run(dtype, true, gated, a, s); }
-void act_backward(int dtype, int gated, const ActArgs &a, cudaStream_t s) { run(dtype, false, gated, a, s); }
+void act_forward(int dtype, int gated, const ActArgs &a, Stream &s) { run(dtype, true, gated, a, s); }
+void act_backward(int dtype, int gated, const ActArgs &a, Stream &s) { run(dtype, false, gated, a, s); }

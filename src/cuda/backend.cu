@@ -9,7 +9,6 @@
 #include <new>
 
 const fmoe_core *fmoe_cuda_core;
-thread_local bool fmoe_cuda_overlap;
 
 static constexpr int64_t kMaxExperts = 65535; // the y dimension of a grid
 
@@ -22,7 +21,6 @@ fmoe_status fmoe_cuda_launched(const char *what)
 
 fmoe_status plan_report(const Plan *plan)
 {
-    fmoe_cuda_overlap = plan->cc >= 90;
     volatile DeviceError *e = plan->error;
     const uint32_t code = e->code;
     if (!code) return FMOE_OK;

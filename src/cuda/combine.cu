@@ -109,15 +109,15 @@ template <class T, int V, int K> __global__ void __launch_bounds__(256, 4) combi
     }
 }
 
-template <class T, int V> static void combine_launch(const CombineArgs &a, const View &p, cudaStream_t s)
+template <class T, int V> static void combine_launch(const CombineArgs &a, const View &p, Stream &s)
 {
     const unsigned grid = (unsigned)a.T;
-    if (a.k > 4) launch_overlapped(combine_kernel<T, V, 8>, dim3(grid), 256, 0, 1, s, a, p);
-    else if (a.k > 2) launch_overlapped(combine_kernel<T, V, 4>, dim3(grid), 256, 0, 1, s, a, p);
-    else launch_overlapped(combine_kernel<T, V, 2>, dim3(grid), 256, 0, 1, s, a, p);
+    if (a.k > 4) launch(s, Product::COMBINE, combine_kernel<T, V, 8>, Grid{grid, 256}, a, p);
+    else if (a.k > 2) launch(s, Product::COMBINE, combine_kernel<T, V, 4>, Grid{grid, 256}, a, p);
+    else launch(s, Product::COMBINE, combine_kernel<T, V, 2>, Grid{grid, 256}, a, p);
 }
 
-template <class T> static void combine_dispatch(const CombineArgs &a, cudaStream_t s)
+template <class T> static void combine_dispatch(const CombineArgs &a, Stream &s)
 {
     constexpr int V = 16 / sizeof(T);
     const View none = {}, p = a.p ? *a.p : none;
@@ -126,7 +126,7 @@ template <class T> static void combine_dispatch(const CombineArgs &a, cudaStream
     else combine_launch<T, 1>(a, p, s);
 }
 
-void combine_rows(int dtype, const CombineArgs &a, cudaStream_t s)
+void combine_rows(int dtype, const CombineArgs &a, Stream &s)
 {
     if (a.T == 0 || a.H == 0) return;
     if (dtype == FMOE_F32) combine_dispatch<float>(a, s);
@@ -153,17 +153,16 @@ template <class T, int V> __global__ void __launch_bounds__(128) scatter_kernel(
     }
 }
 
-template <class T> static void scatter_dispatch(const ScatterArgs &a, cudaStream_t s)
+template <class T> static void scatter_dispatch(const ScatterArgs &a, Stream &s)
 {
     constexpr int V = 16 / sizeof(T);
     const View none = {}, p = a.p ? *a.p : none;
     const bool wide = ((uintptr_t)a.x | (uintptr_t)a.out) % 16 == 0 && (a.x_r | a.out_r | a.H) % V == 0;
     const unsigned grid = (unsigned)fmoe_min(a.T * a.k, (int64_t)1 << 30);
-    if (wide) scatter_kernel<T, V><<<grid, 128, 0, s>>>(a, p);
-    else scatter_kernel<T, 1><<<grid, 128, 0, s>>>(a, p);
+    launch(s, Product::SCATTER, wide ? scatter_kernel<T, V> : scatter_kernel<T, 1>, Grid{grid, 128}, a, p);
 }
 
-void scatter_rows(int dtype, const ScatterArgs &a, cudaStream_t s)
+void scatter_rows(int dtype, const ScatterArgs &a, Stream &s)
 {
     if (a.T * a.k == 0 || a.H == 0) return;
     if (dtype == FMOE_F32) scatter_dispatch<float>(a, s);
@@ -178,10 +177,11 @@ __global__ void zero_kernel(char *p, int64_t rows, int64_t row_bytes, int64_t pi
         for (int64_t i = threadIdx.x; i < row_bytes / 2; i += blockDim.x) ((uint16_t *)(p + r * pitch))[i] = 0;
 }
 
-void zero_rows(void *p, int64_t rows, int64_t row_bytes, int64_t pitch_bytes, const int *first, cudaStream_t s)
+void zero_rows(void *p, int64_t rows, int64_t row_bytes, int64_t pitch_bytes, const int *first, Stream &s)
 {
     if (rows == 0 || row_bytes == 0) return;
-    zero_kernel<<<(unsigned)fmoe_min(rows, 4096), 128, 0, s>>>((char *)p, rows, row_bytes, pitch_bytes, first);
+    const Grid grid = {(unsigned)fmoe_min(rows, 4096), 128};
+    launch(s, Product::ZERO, zero_kernel, grid, (char *)p, rows, row_bytes, pitch_bytes, first);
 }
 
 // ---- Dot products: a warp a slot, lanes over the columns, then a fixed tree ----
@@ -207,13 +207,12 @@ template <class T> __global__ void __launch_bounds__(128) dot_kernel(CombineArgs
 }
 
 // Here a.out is dout [T,H] and is read.
-void dot_rows(int dtype, const CombineArgs &a, const View &out, cudaStream_t s)
+void dot_rows(int dtype, const CombineArgs &a, const View &out, Stream &s)
 {
     if (a.T * a.k == 0) return;
-    const unsigned grid = (unsigned)fmoe_min((a.T * a.k + 3) / 4, (int64_t)1 << 30);
-    if (dtype == FMOE_F32) dot_kernel<float><<<grid, 128, 0, s>>>(a, out);
-    else if (dtype == FMOE_BF16) dot_kernel<bf16><<<grid, 128, 0, s>>>(a, out);
-    else dot_kernel<f16><<<grid, 128, 0, s>>>(a, out);
+    const Grid grid = {(unsigned)fmoe_min((a.T * a.k + 3) / 4, (int64_t)1 << 30), 128};
+    const auto kernel = dtype == FMOE_F32 ? dot_kernel<float> : dtype == FMOE_BF16 ? dot_kernel<bf16> : dot_kernel<f16>;
+    launch(s, Product::DOT, kernel, grid, a, out);
 }
 
 __global__ void dp_sum(DpArgs a)
@@ -251,20 +250,19 @@ template <class T, int V> __global__ void __launch_bounds__(128) dp_sum_bias(DpA
     }
 }
 
-template <class T> static void dp_bias_launch(const DpArgs &a, cudaStream_t s)
+template <class T> static void dp_bias_launch(const DpArgs &a, Stream &s)
 {
     constexpr int V = 16 / sizeof(T);
     const unsigned grid = (unsigned)fmoe_min((a.T * a.k + 3) / 4, (int64_t)1 << 30);
     const bool whole = ((uintptr_t)a.dout | (uintptr_t)a.bias) % 16 == 0 && a.dout_r % V == 0 && a.bias_g % V == 0 && a.H % V == 0 && a.bias_n == 1;
-    if (whole) dp_sum_bias<T, V><<<grid, 128, 0, s>>>(a);
-    else dp_sum_bias<T, 1><<<grid, 128, 0, s>>>(a);
+    launch(s, Product::DP_BIAS, whole ? dp_sum_bias<T, V> : dp_sum_bias<T, 1>, Grid{grid, 128}, a);
 }
 
-void dp_reduce(int dtype, const DpArgs &a, cudaStream_t s)
+void dp_reduce(int dtype, const DpArgs &a, Stream &s)
 {
     const int64_t R = a.T * a.k;
     if (R == 0) return;
-    if (!a.bias) launch_overlapped(dp_sum, dim3((unsigned)fmoe_min((R + 255) / 256, 65536)), 256, 0, 1, s, a);
+    if (!a.bias) launch(s, Product::DP, dp_sum, Grid{(unsigned)fmoe_min((R + 255) / 256, 65536), 256}, a);
     else if (dtype == FMOE_F32) dp_bias_launch<float>(a, s);
     else if (dtype == FMOE_BF16) dp_bias_launch<bf16>(a, s);
     else dp_bias_launch<f16>(a, s);
@@ -312,16 +310,18 @@ template <class T, int V> __global__ void __launch_bounds__(256) colsum_kernel(C
 }
 
 // 16 bytes a lane where that is enough blocks for a card; the sums are the same.
-template <class T> static void colsum_launch(const ColsumArgs &a, cudaStream_t s)
+template <class T> static void colsum_launch(const ColsumArgs &a, Stream &s)
 {
     constexpr int V = 16 / sizeof(T);
     const int64_t wide = (a.N + 32 * V - 1) / (32 * V);
     const bool whole = (uintptr_t)a.a % 16 == 0 && a.a_r % V == 0 && a.N % V == 0;
-    if (whole && wide * a.E >= 128) colsum_kernel<T, V><<<dim3((unsigned)wide, (unsigned)a.E), 256, 0, s>>>(a);
-    else colsum_kernel<T, 1><<<dim3((unsigned)((a.N + 31) / 32), (unsigned)a.E), 256, 0, s>>>(a);
+    if (whole && wide * a.E >= 128)
+        launch(s, Product::COLSUM, colsum_kernel<T, V>, Grid{dim3((unsigned)wide, (unsigned)a.E), 256}, a);
+    else
+        launch(s, Product::COLSUM, colsum_kernel<T, 1>, Grid{dim3((unsigned)((a.N + 31) / 32), (unsigned)a.E), 256}, a);
 }
 
-void colsum_rows(const ColsumArgs &a, cudaStream_t s)
+void colsum_rows(const ColsumArgs &a, Stream &s)
 {
     if (a.E == 0 || a.N == 0) return;
     if (a.a_dtype == FMOE_F32) colsum_launch<float>(a, s);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // common.cuh - what every file of the CUDA backend shares: element types, strided matrices, the row map, the plan.
 #pragma once
+#include "launch.cuh"
+
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -126,15 +127,18 @@ extern const fmoe_core *fmoe_cuda_core;
 #define FAIL(...) (fmoe_cuda_core->fail(__VA_ARGS__))
 
 static inline Plan *plan_of(const fmoe_plan_impl *p) { return (Plan *)p->priv; }
-static inline cudaStream_t stream_of(const fmoe_run *run) { return (cudaStream_t)run->stream; }
+static inline Stream stream_of(const Plan *plan, const fmoe_run *run)
+{
+    return Stream{(cudaStream_t)run->stream, plan->cc >= 90, Product::NONE};
+}
 
 // Translate the state of the runtime after launches.
 fmoe_status fmoe_cuda_launched(const char *what);
 
-// ---- Launches that begin under the tail of the launch before them (9.0 and later) ----
+// ---- What an overlapped kernel (launch.cuh) calls ----
 //
-// Such a kernel calls depend_wait() in every block before it reads or writes anything that an earlier launch touches, and
-// depend_launch() as soon as the next one may be brought in. (Some products begin earlier: sm90/sched.cuh.)
+// depend_wait() in every block before it reads or writes anything that an earlier launch touches, and depend_launch() as soon as the next
+// one may be brought in. (Some products begin earlier: sm90/sched.cuh.)
 
 DEV void depend_wait()
 {
@@ -147,32 +151,6 @@ DEV void depend_launch()
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-extern thread_local bool fmoe_cuda_overlap; // of the plan whose call this thread is in
-
-template <class... P, class... A>
-static inline cudaError_t launch_overlapped(void (*kernel)(P...), dim3 grid, unsigned threads, size_t shared, int cluster, cudaStream_t s, A... args)
-{
-    cudaLaunchConfig_t c = {};
-    c.gridDim = grid;
-    c.blockDim = dim3(threads);
-    c.dynamicSmemBytes = shared;
-    c.stream = s;
-    cudaLaunchAttribute at[2] = {};
-    if (cluster > 1) {
-        at[c.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        at[c.numAttrs].val.clusterDim.x = (unsigned)cluster;
-        at[c.numAttrs].val.clusterDim.y = at[c.numAttrs].val.clusterDim.z = 1;
-        c.numAttrs++;
-    }
-    if (fmoe_cuda_overlap) {
-        at[c.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        at[c.numAttrs].val.programmaticStreamSerializationAllowed = 1;
-        c.numAttrs++;
-    }
-    c.attrs = at;
-    return cudaLaunchKernelEx(&c, kernel, (P)args...);
 }
 
 // ---- Entry points between the files; every one only launches ----
@@ -188,14 +166,14 @@ struct SortArgs {
     DeviceError *error;
 };
 size_t rowmap_part_count(int64_t R, int64_t E);
-void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s);
-void rowmap_clear(Ready *ready, cudaStream_t s); // [kReady], where there is no sort to do it
+void rowmap_sort(const SortArgs &a, const RowMap &m, Stream &s);
+void rowmap_clear(Ready *ready, Stream &s); // [kReady], where there is no sort to do it
 // The same, with the map and the counts written to the caller's tensors too.
-void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s);
-void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s);
-void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t s);
+void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, Stream &s);
+void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, Stream &s);
+void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, Stream &s);
 // A list of matrices as one: a stack after all where the distances are equal, else by a copy of its pointers on the device. size: of an element.
-Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, cudaStream_t s);
+Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, Stream &s);
 
 // sm80/gemm.cu
 struct GemmArgs {
@@ -212,13 +190,13 @@ struct GemmArgs {
     int a_f32, b_f32;               // an operand is f32 whatever the plan's dtype
     RowMap map_value;               // off == NULL: one group of R rows
 };
-void gemm_sm80(int dtype, const GemmArgs &a, cudaStream_t s);
+void gemm_sm80(int dtype, const GemmArgs &a, Stream &s);
 // sm80/lora_add.cu, sm80/lora_rows.cu: the same where few k are added to rows, or the result has few columns, or a weight gradient few rows or
 // columns. False: it is not that, and nothing was launched.
-bool lowrank_add(int dtype, const GemmArgs &a, cudaStream_t s);
-bool lowrank_rows(int dtype, const GemmArgs &a, float scale, cudaStream_t s);
-void lowrank_scale(int dtype, void *rows, int64_t n, float by, cudaStream_t s); // of n elements
-bool lowrank_grad(int dtype, const GemmArgs &a, cudaStream_t s);
+bool lowrank_add(int dtype, const GemmArgs &a, Stream &s);
+bool lowrank_rows(int dtype, const GemmArgs &a, float scale, Stream &s);
+void lowrank_scale(int dtype, void *rows, int64_t n, float by, Stream &s); // of n elements
+bool lowrank_grad(int dtype, const GemmArgs &a, Stream &s);
 
 // act.cu
 struct ActArgs {
@@ -238,8 +216,8 @@ struct ActArgs {
     void *pa;                            // prob * a
     float *dp;                           // <da, a>
 };
-void act_forward(int dtype, int gated, const ActArgs &a, cudaStream_t s);
-void act_backward(int dtype, int gated, const ActArgs &a, cudaStream_t s);
+void act_forward(int dtype, int gated, const ActArgs &a, Stream &s);
+void act_backward(int dtype, int gated, const ActArgs &a, Stream &s);
 
 // combine.cu
 struct CombineArgs {
@@ -253,7 +231,7 @@ struct CombineArgs {
     int add;
     DeviceError *error; // bounds of map are checked where this is given
 };
-void combine_rows(int dtype, const CombineArgs &a, cudaStream_t s);
+void combine_rows(int dtype, const CombineArgs &a, Stream &s);
 struct ScatterArgs { // out[map[t,j]] = p[t,j] * x[t]
     int64_t T, k, H, R;
     const void *x;
@@ -264,10 +242,10 @@ struct ScatterArgs { // out[map[t,j]] = p[t,j] * x[t]
     int64_t out_r;
     DeviceError *error;
 };
-void scatter_rows(int dtype, const ScatterArgs &a, cudaStream_t s);
-void zero_rows(void *p, int64_t rows, int64_t row_bytes, int64_t pitch_bytes, const int *first, cudaStream_t s);
+void scatter_rows(int dtype, const ScatterArgs &a, Stream &s);
+void zero_rows(void *p, int64_t rows, int64_t row_bytes, int64_t pitch_bytes, const int *first, Stream &s);
 // dots: out[t,j] = <x[t], y[map[t,j]]>
-void dot_rows(int dtype, const CombineArgs &a, const View &out, cudaStream_t s);
+void dot_rows(int dtype, const CombineArgs &a, const View &out, Stream &s);
 // dweights[t,j] = sum over parts of dp[part][slot] + (b2: <dout[t], b2[id]>)
 struct DpArgs {
     int64_t T, k, H, E, parts, pitch;
@@ -277,7 +255,7 @@ struct DpArgs {
     const void *dout, *bias;
     int64_t dout_r, bias_g, bias_n;
 };
-void dp_reduce(int dtype, const DpArgs &a, cudaStream_t s);
+void dp_reduce(int dtype, const DpArgs &a, Stream &s);
 // out[e][n] = sum over the expert's rows of (prob) * a[gather(r)][n]
 struct ColsumArgs {
     int64_t E, N, rows; // rows: where the map has no groups
@@ -291,4 +269,4 @@ struct ColsumArgs {
     int out_dtype, accumulate;
     int64_t out_g, out_n, out_split, out_delta;
 };
-void colsum_rows(const ColsumArgs &a, cudaStream_t s);
+void colsum_rows(const ColsumArgs &a, Stream &s);

@@ -113,7 +113,7 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d
     return b;
 }
 
-static Layer make_layer(const fmoe_plan_impl *p, int64_t T, cudaStream_t stream)
+static Layer make_layer(const fmoe_plan_impl *p, int64_t T, Stream *stream)
 {
     Layer l = {};
     l.plan = plan_of(p);
@@ -186,16 +186,16 @@ static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weig
     }
     if (!p->gated) {
         v.single = v.strided = true;
-        v.whole = v.part[0] = rowmap_mat(w->up, l.E, size, list[0], l.stream);
+        v.whole = v.part[0] = rowmap_mat(w->up, l.E, size, list[0], *l.stream);
         return v;
     }
     // Either may be absent in a gradient.
     v.strided = w->gate && w->up;
-    if (w->gate) v.part[0] = rowmap_mat(w->gate, l.E, size, list[0], l.stream);
-    if (w->up) v.part[1] = rowmap_mat(w->up, l.E, size, list[1], l.stream);
+    if (w->gate) v.part[0] = rowmap_mat(w->gate, l.E, size, list[0], *l.stream);
+    if (w->up) v.part[1] = rowmap_mat(w->up, l.E, size, list[1], *l.stream);
     // The general kernel takes both as one matrix of 2I rows.
-    if (w->gate && !v.part[0].list) rowmap_list(list[0], w->gate, l.E, l.stream);
-    if (w->up && !v.part[1].list) rowmap_list(list[1], w->up, l.E, l.stream);
+    if (w->gate && !v.part[0].list) rowmap_list(list[0], w->gate, l.E, *l.stream);
+    if (w->up && !v.part[1].list) rowmap_list(list[1], w->up, l.E, *l.stream);
     v.whole.list = w->gate ? list[0] : nullptr;
     v.whole.list2 = w->up ? list[1] : nullptr;
     v.whole.split = l.I;
@@ -209,7 +209,7 @@ static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, s
     v.cols = l.I;
     v.parts = 1;
     v.single = v.strided = true;
-    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : rowmap_mat(w->down, l.E, size, list, l.stream);
+    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : rowmap_mat(w->down, l.E, size, list, *l.stream);
     return v;
 }
 
@@ -310,7 +310,7 @@ static void sort_rows(const Layer &l, const fmoe_plan_impl *p, const fmoe_expert
     s.error = l.plan->error_dev;
     RowMap m = l.map;
     m.part = part;
-    rowmap_sort(s, m, l.stream);
+    rowmap_sort(s, m, *l.stream);
 }
 
 static void combine(const Layer &l, const void *y, const View *p, const fmoe_tensor *out, int add)
@@ -327,7 +327,7 @@ static void combine(const Layer &l, const void *y, const View *p, const fmoe_ten
     c.out = fmoe_data(out);
     c.out_r = fmoe_stride(out, 0);
     c.add = add;
-    combine_rows(l.dtype, c, l.stream);
+    combine_rows(l.dtype, c, *l.stream);
 }
 
 fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
@@ -335,13 +335,14 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const Plan *plan = plan_of(p);
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
-    Layer l = make_layer(p, a->x->shape[0], stream_of(run));
+    Stream stream = stream_of(plan, run);
+    Layer l = make_layer(p, a->x->shape[0], &stream);
     if (l.T == 0) return FMOE_OK;
     const size_t size = fmoe_dtype_size(l.dtype);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
-    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}})) return fmoe_cuda_launched("experts forward (decode)");
+    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream)) return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = nullptr;
     if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_low(&s, l, p->d.rank1);
@@ -365,8 +366,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         up_product(l, x, ldx, w1, b1, low1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
-        act_forward(l.dtype, p->gated, act, l.stream);
-        l.begin = SM90_AFTER;
+        act_forward(l.dtype, p->gated, act, *l.stream);
     }
     if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, a->w.lora_scale2, f.l2);
     down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), low2, f.y);
@@ -390,7 +390,7 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
     }
     if (!second && (dw->w1 || list)) {
         const int f32 = grad_f32(dw->w1 ? dw->w1 : dw->gate ? dw->gate : dw->up);
-        dw1_product(l, b.dh, x, ldx, w1_weight(l, p, dw, b.lists.dw, f32 ? 4 : 2), f32, add);
+        dw1_product(l, borrows(l, p->d) ? Product::DW1_BORROWED : Product::DW1, b.dh, x, ldx, w1_weight(l, p, dw, b.lists.dw, f32 ? 4 : 2), f32, add);
     }
     ColsumArgs s = {};
     s.E = l.E;
@@ -405,8 +405,7 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         s.prob = l.map.prob;
         const Bias o = b2_bias(dw->b2);
         s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b2), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
-        colsum_rows(s, l.stream);
-        l.begin = SM90_AFTER;
+        colsum_rows(s, *l.stream);
     }
     if (!second && dw->b1) {
         s.N = l.HC;
@@ -414,8 +413,7 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         s.a_r = l.HC;
         const Bias o = b1_bias(l, p, dw->b1);
         s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b1), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
-        colsum_rows(s, l.stream);
-        l.begin = SM90_AFTER;
+        colsum_rows(s, *l.stream);
     }
     return l.status;
 }
@@ -428,11 +426,11 @@ static void factor_grads(Layer &l, const fmoe_experts_args *a, const Backward &b
     const Rows dh = {b.dh, l.HC, l.HC}, pa = {b.pa, l.I, l.I};
     if (second && dw->lora_b2) {
         low_product(l, pa, false, factor_weight(w->lora_a2), false, w->lora_scale2, b.l2);
-        low_grad(l, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2), add);
+        low_grad(l, Product::LORA_DB2, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2), add);
     }
-    if (second && dw->lora_a2) low_grad(l, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2), add);
-    if (!second && dw->lora_b1) low_grad(l, dh, false, b.l1, false, stack_mat(dw->lora_b1), grad_f32(dw->lora_b1), add);
-    if (!second && dw->lora_a1) low_grad(l, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
+    if (second && dw->lora_a2) low_grad(l, Product::LORA_D, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2), add);
+    if (!second && dw->lora_b1) low_grad(l, Product::LORA_D, dh, false, b.l1, false, stack_mat(dw->lora_b1), grad_f32(dw->lora_b1), add);
+    if (!second && dw->lora_a1) low_grad(l, Product::LORA_D, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
 }
 
 fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
@@ -440,7 +438,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     const Plan *plan = plan_of(p);
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
-    Layer l = make_layer(p, a->x->shape[0], stream_of(run));
+    Stream stream = stream_of(plan, run);
+    Layer l = make_layer(p, a->x->shape[0], &stream);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     const int add = run->flags & FMOE_ACCUMULATE ? 1 : 0;
     if (l.T == 0 && add) return FMOE_OK;
@@ -472,7 +471,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     int parts = 1;
     const bool fused_dh = dh_fused_ok(l, dout, ldd, w2, back2);
     l.ready = b.ready;
-    if (fused || fused_dh) rowmap_clear(l.ready, l.stream);
+    if (fused || fused_dh) rowmap_clear(l.ready, *l.stream);
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
@@ -491,9 +490,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
             act.prob = l.map.prob;
             act.pa = b.pa;
             act.dp = a->dweights ? b.dp : nullptr;
-            act_backward(l.dtype, p->gated, act, l.stream);
-            l.begin = SM90_AFTER;
-        }
+            act_backward(l.dtype, p->gated, act, *l.stream);
+            }
     }
     if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true));
     if (any_low2) factor_grads(l, a, b, add, true);
@@ -502,7 +500,6 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, a->w.lora_scale1, b.m1);
     if (any_low1) factor_grads(l, a, b, add, false);
     if (a->dx) {
-        if (!any_dw1 || borrow || any_low1 || through1) l.begin = SM90_AFTER; // the launch before wrote (dh) or reads (dW2) p*a, where dx rows go
         dx_product(l, b.dh, w1, back1, b.dxr);
     }
     if (a->dweights) {
@@ -517,13 +514,10 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         d.dout = dout;
         d.dout_r = ldd;
         if (bias && a->w.b2) d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);
-        dp_reduce(l.dtype, d, l.stream);
+        dp_reduce(l.dtype, d, *l.stream);
     }
     if (a->dx) combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);
-    if (borrow) {
-        l.begin = SM90_AFTER; // the launch before reads what dW1 is written over
-        FMOE_TRY(weight_grads(l, p, a, b, add, false));
-    }
+    if (borrow) FMOE_TRY(weight_grads(l, p, a, b, add, false));
     FMOE_TRY(l.status);
     return fmoe_cuda_launched("experts backward");
 }

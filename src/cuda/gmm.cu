@@ -59,11 +59,11 @@ static int is_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F3
 static int64_t gmm_count(const Groups &g) { return (g.x ? g.x : g.dy)->shape[0]; } // rows; dx alone does not need x
 
 // The groups as the Hopper products want them.
-static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
+static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, Stream &s)
 {
     Layer l = {};
     l.plan = plan_of(p);
-    l.stream = s;
+    l.stream = &s;
     l.dtype = p->d.dtype;
     l.E = g.E;
     l.R = l.rows = g.map.off ? gmm_count(g) : 0; // without a row map it is the general kernel's
@@ -83,9 +83,9 @@ static Weight gmm_weight(const Groups &g)
     return w;
 }
 
-static Rows gmm_rows(const fmoe_tensor *t) { return Rows{fmoe_stride(t, 1) == 1 ? fmoe_data(t) : nullptr, t->shape[1], fmoe_stride(t, 0)}; }
+static Rows rows_of(const fmoe_tensor *t) { return Rows{fmoe_stride(t, 1) == 1 ? fmoe_data(t) : nullptr, t->shape[1], fmoe_stride(t, 0)}; }
 
-static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, cudaStream_t s)
+static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, Stream &s)
 {
     GemmArgs a = gmm_args(g, g.x->shape[0]);
     a.A = matrix(g.x, 0);
@@ -105,11 +105,11 @@ static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, 
     }
     Layer l = gmm_layer(p, g, s);
     const bool same = !a.out_f32 && (!g.bias || a.bias_dtype == l.dtype);
-    if (!same || !gmm_rows_hopper(l, gmm_rows(g.x), gmm_weight(g), true, b, gmm_rows(g.y))) gemm_sm80(p->d.dtype, a, s);
+    if (!same || !gmm_rows(l, rows_of(g.x), gmm_weight(g), true, b, rows_of(g.y))) gemm_sm80(p->d.dtype, a, s);
     return l.status;
 }
 
-static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, cudaStream_t s)
+static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, Stream &s)
 {
     const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = gmm_count(g);
     const int add = (flags & FMOE_ACCUMULATE) != 0;
@@ -125,7 +125,7 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         a.out_f32 = is_f32(g.dx);
         a.accumulate = (flags & FMOE_ADD_DX) != 0;
         const bool same = !a.a_f32 && !a.out_f32 && !a.accumulate;
-        if (!same || !gmm_rows_hopper(l, gmm_rows(g.dy), gmm_weight(g), false, Bias{}, gmm_rows(g.dx))) gemm_sm80(p->d.dtype, a, s);
+        if (!same || !gmm_rows(l, rows_of(g.dy), gmm_weight(g), false, Bias{}, rows_of(g.dx))) gemm_sm80(p->d.dtype, a, s);
         if (g.map.off && !a.accumulate) {
             const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
             zero_rows(a.D.p, R, K * size, a.D.r * size, g.map.off + g.E, s);
@@ -143,7 +143,7 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         a.out_f32 = is_f32(g.dw);
         a.accumulate = add;
         // Adding in 16 bits would round twice there.
-        if (a.b_f32 || (add && !a.out_f32) || !gmm_wgrad_hopper(l, gmm_rows(g.x), gmm_rows(g.dy), a.D, a.out_f32, add)) gemm_sm80(p->d.dtype, a, s);
+        if (a.b_f32 || (add && !a.out_f32) || !gmm_wgrad(l, rows_of(g.x), rows_of(g.dy), a.D, a.out_f32, add)) gemm_sm80(p->d.dtype, a, s);
     }
     if (g.dbias) {
         ColsumArgs a = {};
@@ -166,7 +166,7 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
 }
 
 // sizes: none is one group of all rows. The row map is what is left of the workspace.
-static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative, fmoe_carve workspace, const fmoe_run *run, bool forward, cudaStream_t s)
+static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative, fmoe_carve workspace, const fmoe_run *run, bool forward, Stream &s)
 {
     if (sizes.p || plan_of(p)->path == FMOE_PATH_SM90) {
         const int64_t R = gmm_count(g);
@@ -223,7 +223,7 @@ static const fmoe_tensor *whole(Joined &j, const fmoe_tensor *list)
 static const fmoe_tensor *nth(const fmoe_tensor *t, int64_t i) { return t ? t + i : nullptr; }
 
 // A list whose rows lie one after the other and whose matrices are alike runs as a stack does, in one launch; any other group by group.
-static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, cudaStream_t s)
+static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, Stream &s)
 {
     const int64_t E = p->d.E;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kOpsAlign);
@@ -246,7 +246,7 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
     return FMOE_OK;
 }
 
-static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, cudaStream_t s)
+static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, Stream &s)
 {
     Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, p->d.E, 1, {}, {}, {}};
     if (g.w) g.w_mat = matrix(g.w, 1);

@@ -29,7 +29,7 @@ fmoe_status route_forward(const fmoe_plan_impl *p, const fmoe_route_args *a, con
     r.replay = (run->flags & FMOE_REPLAY) != 0;
     if (a->bad_rows) {
         r.bad_rows = fmoe_data(a->bad_rows);
-        cudaMemsetAsync(r.bad_rows, 0, 8, s);
+        cudaMemsetAsync(r.bad_rows, 0, 8, s.handle);
     }
     route_run(r, true, s);
     return fmoe_cuda_launched("route forward");

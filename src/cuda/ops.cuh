@@ -33,7 +33,7 @@ fmoe_status plan_report(const Plan *plan);
     const Plan *plan = plan_of(p);      \
     DeviceScope scope(plan->device);    \
     FMOE_TRY(plan_report(plan));        \
-    const cudaStream_t s = stream_of(run)
+    Stream s = stream_of(plan, run)
 
 fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);

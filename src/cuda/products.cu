@@ -4,20 +4,16 @@
 
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
-// Up and dh let the next product in when half of the experts are done; that may be one that reads only their rows, from the first expert
-// on. A weight gradient's own results nobody reads.
-static bool launch(Layer &l, Sm90Product product, int f32, Sm90Args &a)
+// Begins early where launch.cuh grants it, some product of this pass says in memory how far it is, and nothing else that it reads may come
+// from the launch before: a list of pointers, or the rows of an adapter's rank.
+static bool run_hopper(Layer &l, Product product, Sm90Kernel kernel, int f32, Sm90Args &a)
 {
-    const bool fused = product <= SM90_UP_ACT || (product >= SM90_DH_192 && product <= SM90_DH_128_K);
-    const bool wgrad = product == SM90_WGRAD_GATHER_A || product == SM90_WGRAD_GATHER_B, rows = product == SM90_ROWS_K || product == SM90_ROWS_N;
-    const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list; // written by a launch, perhaps the last one
-    if (fused) l.readies++;
-    const bool low = a.low_steps || a.low_tail; // whose rows the last launch wrote
-    a.begin = (wgrad || rows) && !list && !low ? l.begin : SM90_AFTER;
-    a.halves = fused;
+    const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list, low = a.low_steps || a.low_tail;
+    a.halves = traits(product).lets_in_early;
+    if (a.halves) l.readies++;
     a.ready = l.readies ? &l.ready[l.readies - 1] : nullptr;
-    l.begin = fused || (wgrad && l.readies) ? SM90_EARLY : SM90_AFTER;
-    const cudaError_t e = sm90_launch(product, l.dtype, f32, a, l.plan->sms, l.stream);
+    a.begin = may_begin_early(l.stream->last, product) && a.ready && !list && !low ? SM90_EARLY : SM90_AFTER;
+    const cudaError_t e = sm90_launch(*l.stream, product, kernel, l.dtype, f32, a, l.plan->sms);
     if (e != cudaSuccess && l.status == FMOE_OK) l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: launch of a product failed: %s", cudaGetErrorString(e));
     return true;
 }
@@ -155,7 +151,7 @@ static void set_bias(GemmArgs &g, const Bias &b)
 }
 
 // Rows (gathered or not) times weights on Hopper. rows_k: the contraction runs over the rows of the weight.
-static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
+static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
 {
     if (!hopper(l) || !x.p || !out.p || (b.p && b.split != INT64_MAX)) return false;
     Sm90Args a = base_args(l);
@@ -182,13 +178,16 @@ static bool rows_hopper(Layer &l, const Rows &x, bool gathered, const Weight &w,
     a.bias = b.p;
     a.bias_g = (size_t)b.g;
     a.bias_n = b.n;
-    const Sm90Product product = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
-    return launch(l, product, 0, a);
+    const Sm90Kernel kernel = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
+    return run_hopper(l, product, kernel, 0, a);
 }
 
-bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out) { return rows_hopper(l, x, false, w, rows_k, b, Low{}, out); }
+bool gmm_rows(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
+{
+    return rows_hopper(l, Product::GMM_ROWS, x, false, w, rows_k, b, Low{}, out);
+}
 
-static GemmArgs rows_args(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Rows &out)
+static GemmArgs rows_args(const Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Rows &out)
 {
     GemmArgs g = general(l);
     g.A = rows_mat(x.p, x.ld);
@@ -198,52 +197,50 @@ static GemmArgs rows_args(Layer &l, const Rows &x, bool gathered, const Weight &
     g.D = rows_mat(out.p, out.ld);
     g.N = out.cols;
     g.K = x.cols;
-    l.begin = SM90_AFTER;
     return g;
 }
 
-static void rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
+static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
 {
-    if (rows_hopper(l, x, gathered, w, rows_k, b, low, out)) return;
-    if (!low.rows.cols || !rows_hopper(l, x, gathered, w, rows_k, b, Low{}, out)) {
+    if (rows_hopper(l, product, x, gathered, w, rows_k, b, low, out)) return;
+    if (!low.rows.cols || !rows_hopper(l, product, x, gathered, w, rows_k, b, Low{}, out)) {
         GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
         set_bias(g, b);
-        gemm_sm80(l.dtype, g, l.stream);
+        gemm_sm80(l.dtype, g, *l.stream);
     }
     if (!low.rows.cols) return;
     GemmArgs g = rows_args(l, low.rows, false, low.factor, rows_k, out);
     g.accumulate = 1;
-    gemm_sm80(l.dtype, g, l.stream);
+    gemm_sm80(l.dtype, g, *l.stream);
 }
 
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h)
 {
-    rows_product(l, Rows{x, l.H, ldx}, true, w1, false, b1, low, Rows{h, l.HC, l.HC});
+    rows_product(l, Product::GATHER, Rows{x, l.H, ldx}, true, w1, false, b1, low, Rows{h, l.HC, l.HC});
 }
 
 void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Low &low, void *y)
 {
-    rows_product(l, Rows{a, l.I, l.I}, false, w2, false, b2, low, Rows{y, l.H, l.H});
+    rows_product(l, Product::DOWN, Rows{a, l.I, l.I}, false, w2, false, b2, low, Rows{y, l.H, l.H});
 }
 
 void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, void *da)
 {
-    rows_product(l, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, low, Rows{da, l.I, l.I});
+    rows_product(l, Product::GATHER, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, low, Rows{da, l.I, l.I});
 }
 
 void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void *dxr)
 {
-    rows_product(l, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, low, Rows{dxr, l.H, l.H});
+    rows_product(l, Product::DX, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, low, Rows{dxr, l.H, l.H});
 }
 
 void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale, const Rows &out)
 {
     const float by = fmoe_lora_scale(scale);
-    if (lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), by, l.stream)) return;
-    rows_product(l, x, gathered, factor, rows_k, Bias{}, Low{}, out);
+    if (lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), by, *l.stream)) return;
+    rows_product(l, Product::LORA_IN, x, gathered, factor, rows_k, Bias{}, Low{}, out);
     if (by == 1) return;
-    lowrank_scale(l.dtype, (void *)out.p, l.rows * out.ld, by, l.stream);
-    l.begin = SM90_AFTER;
+    lowrank_scale(l.dtype, (void *)out.p, l.rows * out.ld, by, *l.stream);
 }
 
 // ---- Fused ----
@@ -296,8 +293,8 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth);
     // Few rows.
     const bool turns = smooth && a.tokens && !columns && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
-    const Sm90Product product = pairs ? SM90_UP_PAIRS : columns ? SM90_UP_GLU_N : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
-    const int box = product == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
+    const Sm90Kernel kernel = pairs ? SM90_UP_PAIRS : columns ? SM90_UP_GLU_N : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
+    const int box = kernel == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
     const int parts = pairs ? 1 : w1.parts;
     bool ok = true;
@@ -316,7 +313,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     a.bias_g = (size_t)b1.g;
     a.bias_n = b1.n;
     a.bias_up = b1.split == INT64_MAX ? l.I * b1.n : b1.delta;
-    launch(l, product, 0, a);
+    run_hopper(l, Product::UP, kernel, 0, a);
 }
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low)
@@ -346,7 +343,7 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
     const int tile = fmoe_cuda_dh_tile(l.I);
-    launch(l, tile == 192 ? (columns ? SM90_DH_192_K : SM90_DH_192) : columns ? SM90_DH_128_K : SM90_DH_128, 0, a);
+    run_hopper(l, Product::DH, tile == 192 ? (columns ? SM90_DH_192_K : SM90_DH_192) : columns ? SM90_DH_128_K : SM90_DH_128, 0, a);
     return (int)((l.I + tile - 1) / tile);
 }
 
@@ -379,7 +376,7 @@ static Mat transposed(Mat m)
 
 // D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts. A gradient stored by columns is the transposed
 // product.
-static bool wgrad_hopper(Layer &l, const Rows &fixed, const Rows &gathered, bool gather_a, const Mat &first, const Mat &second, int parts, int f32, int add)
+static bool wgrad_hopper(Layer &l, Product product, const Rows &fixed, const Rows &gathered, bool gather_a, const Mat &first, const Mat &second, int parts, int f32, int add)
 {
     if (!hopper(l) || !gather_ok(gathered.p, gathered.ld) || gathered.cols % 64) return false;
     Sm90Args a = base_args(l);
@@ -389,10 +386,10 @@ static bool wgrad_hopper(Layer &l, const Rows &fixed, const Rows &gathered, bool
         if (m.c != 1 && m.r == 1) m = transposed(m);
     if (!grad_maps(a, l, d, parts, M, N, f32, add) || !rows_map2(gather_a ? &a.b[0] : &a.a, l, fixed, 64)) return false;
     gather_from(a, gathered.p, gathered.ld);
-    return launch(l, gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, f32, a);
+    return run_hopper(l, product, gather_a ? SM90_WGRAD_GATHER_A : SM90_WGRAD_GATHER_B, f32, a);
 }
 
-bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int f32, int add)
+static bool wgrad_rows_hopper(Layer &l, Product product, const Rows &x, const Rows &y, const Mat &dw, int f32, int add)
 {
     if (!hopper(l) || !x.p || !y.p) return false;
     Sm90Args a = base_args(l);
@@ -400,10 +397,15 @@ bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int
     const Rows &m = turn ? y : x, &n = turn ? x : y;
     const Mat d[2] = {turn ? transposed(dw) : dw, Mat{}};
     if (!grad_maps(a, l, d, 1, m.cols, n.cols, f32, add) || !rows_map2(&a.a, l, m, 64) || !rows_map2(&a.b[0], l, n, 64)) return false;
-    return launch(l, SM90_WGRAD_ROWS, f32, a);
+    return run_hopper(l, product, SM90_WGRAD_ROWS, f32, a);
 }
 
-static GemmArgs wgrad_args(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+bool gmm_wgrad(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int f32, int add)
+{
+    return wgrad_rows_hopper(l, Product::GMM_WGRAD, x, y, dw, f32, add);
+}
+
+static GemmArgs wgrad_args(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
 {
     GemmArgs g = general(l);
     g.wgrad = 1;
@@ -416,22 +418,21 @@ static GemmArgs wgrad_args(Layer &l, const Mat &A, const int *gather_a, const Ma
     g.D = D;
     g.out_f32 = f32;
     g.accumulate = add;
-    l.begin = SM90_AFTER;
     return g;
 }
 
-static void wgrad_general(Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+static void wgrad_general(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
 {
-    gemm_sm80(l.dtype, wgrad_args(l, A, gather_a, B, gather_b, M, N, D, f32, add), l.stream);
+    gemm_sm80(l.dtype, wgrad_args(l, A, gather_a, B, gather_b, M, N, D, f32, add), *l.stream);
 }
 
-void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32, int add)
+void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32, int add)
 {
     const Rows fixed = {dh, l.HC, l.HC}, gathered = {x, l.H, ldx};
     if (d.single) {
-        if (wgrad_hopper(l, fixed, gathered, by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
+        if (wgrad_hopper(l, product, fixed, gathered, by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
     } else if (d.strided && d.parts == 2 && d.part[0].p && d.part[1].p && d.part[0].c == 1 && d.part[1].c == 1 && !l.mixed) {
-        if (wgrad_hopper(l, fixed, gathered, false, d.part[0], d.part[1], 2, f32, add)) return;
+        if (wgrad_hopper(l, product, fixed, gathered, false, d.part[0], d.part[1], 2, f32, add)) return;
     }
     if (!d.whole.list && !d.whole.list2) {
         wgrad_general(l, rows_mat(dh, l.HC), nullptr, rows_mat(x, ldx), l.map.tok, l.HC, l.H, d.whole, f32, add);
@@ -452,15 +453,15 @@ void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Wei
 
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &d, int f32, int add)
 {
-    if (d.single && wgrad_hopper(l, Rows{pa, l.I, l.I}, Rows{dout, l.H, ldd}, !by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
+    if (d.single && wgrad_hopper(l, Product::DW2, Rows{pa, l.I, l.I}, Rows{dout, l.H, ldd}, !by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
     wgrad_general(l, rows_mat(dout, ldd), l.map.tok, rows_mat(pa, l.I), nullptr, l.H, l.I, d.whole, f32, add);
 }
 
-void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int f32, int add)
+void low_grad(Layer &l, Product product, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int f32, int add)
 {
     const GemmArgs g = wgrad_args(l, rows_mat(x.p, x.ld), gather_x ? l.map.tok : nullptr, rows_mat(y.p, y.ld), gather_y ? l.map.tok : nullptr, x.cols, y.cols, d, f32, add);
-    if (lowrank_grad(l.dtype, g, l.stream)) return;
-    const bool done = gather_x || gather_y ? wgrad_hopper(l, gather_x ? y : x, gather_x ? x : y, gather_x != by_columns(d), d, d, 1, f32, add)
-                                           : gmm_wgrad_hopper(l, x, y, d, f32, add);
-    if (!done) gemm_sm80(l.dtype, g, l.stream);
+    if (lowrank_grad(l.dtype, g, *l.stream)) return;
+    const bool done = gather_x || gather_y ? wgrad_hopper(l, product, gather_x ? y : x, gather_x ? x : y, gather_x != by_columns(d), d, d, 1, f32, add)
+                                           : wgrad_rows_hopper(l, product, x, y, d, f32, add);
+    if (!done) gemm_sm80(l.dtype, g, *l.stream);
 }

@@ -16,14 +16,13 @@ struct Weight {
 
 struct Layer {
     const Plan *plan;
-    cudaStream_t stream;
+    Stream *stream;
     int dtype;
     int64_t T, H, I, HC, E, k, R, rows; // HC: columns of h
     bool mixed;  // gate and up alternate in h
     bool ragged; // groups begin and end anywhere (grouped matmul)
     FastAct act;
     RowMap map;
-    Sm90Begin begin;    // of the next product, as the last launch left it
     Ready *ready;       // [readies] of the products so far that let the next one in early
     int readies;
     fmoe_status status; // of the launches so far
@@ -62,15 +61,16 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
 // dx rows = dh W1
 void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void *dxr);
 // dW1[e] = dh^T gather(x), dW2[e] = gather(dout)^T pa
-void dw1_product(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
+// product: DW1, or DW1_BORROWED.
+void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &dw2, int out_f32, int add);
 
 // The way into an adapter, out = scale x factor (0 means 1), rows of `rank` columns; and the gradients of factors, d[e] = x^T y with one
-// side gathered or neither. rows_k: the contraction runs over the factor's rows.
+// side gathered or neither. rows_k: the contraction runs over the factor's rows. product: LORA_DB2, or LORA_D for the other factors.
 void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale, const Rows &out);
-void low_grad(Layer &l, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int out_f32, int add);
+void low_grad(Layer &l, Product product, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int out_f32, int add);
 
 // Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] = x^T y.
 // False: the operands do not allow it, and nothing was launched.
-bool gmm_rows_hopper(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out);
-bool gmm_wgrad_hopper(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int out_f32, int add);
+bool gmm_rows(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out);
+bool gmm_wgrad(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int out_f32, int add);

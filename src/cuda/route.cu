@@ -288,16 +288,17 @@ template <int NV> __global__ void __launch_bounds__(128) route_small_kernel(cons
     }
 }
 
-static bool route_small(const RouteArgs &a, cudaStream_t s)
+static bool route_small(const RouteArgs &a, Stream &s)
 {
     if (a.replay || a.rule.groups > 1 || a.k > 32 || a.E > 512) return false;
     const int warps = a.T < 512 ? 1 : 4;
-    const unsigned grid = (unsigned)((a.T + warps - 1) / warps);
-    if (a.E <= 32) launch_overlapped(route_small_kernel<1>, dim3(grid), 32 * warps, 0, 1, s, a);
-    else if (a.E <= 64) launch_overlapped(route_small_kernel<2>, dim3(grid), 32 * warps, 0, 1, s, a);
-    else if (a.E <= 128) launch_overlapped(route_small_kernel<4>, dim3(grid), 32 * warps, 0, 1, s, a);
-    else if (a.E <= 256) launch_overlapped(route_small_kernel<8>, dim3(grid), 32 * warps, 0, 1, s, a);
-    else launch_overlapped(route_small_kernel<16>, dim3(grid), 32 * warps, 0, 1, s, a);
+    const Grid grid = {(unsigned)((a.T + warps - 1) / warps), 32u * (unsigned)warps};
+    const auto kernel = a.E <= 32    ? route_small_kernel<1>
+                        : a.E <= 64  ? route_small_kernel<2>
+                        : a.E <= 128 ? route_small_kernel<4>
+                        : a.E <= 256 ? route_small_kernel<8>
+                                     : route_small_kernel<16>;
+    launch(s, Product::ROUTE_SMALL, kernel, grid, a);
     return true;
 }
 
@@ -361,14 +362,14 @@ bool route_fits(int device, int64_t E, int64_t k, int64_t groups)
     return E * 9 + groups * 4 + k * 12 + 16 <= most;
 }
 
-void route_run(const RouteArgs &a, bool forward, cudaStream_t s)
+void route_run(const RouteArgs &a, bool forward, Stream &s)
 {
     if (a.T == 0 || (forward && route_small(a, s))) return;
     const size_t per_warp = shared_bytes(a);
     int warps = kMaxWarps;
     while (warps > 1 && (per_warp * warps > 48 * 1024 || a.T < (int64_t)warps * 64)) warps /= 2;
-    const unsigned grid = (unsigned)fmoe_min((a.T + warps - 1) / warps, 1 << 20);
-    if (per_warp > 48 * 1024) cudaFuncSetAttribute(forward ? route_forward_kernel : route_backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)per_warp);
-    if (forward) route_forward_kernel<<<grid, warps * 32, per_warp * warps, s>>>(a, (int)per_warp);
-    else route_backward_kernel<<<grid, warps * 32, per_warp * warps, s>>>(a, (int)per_warp);
+    const Grid grid = {(unsigned)fmoe_min((a.T + warps - 1) / warps, 1 << 20), 32u * (unsigned)warps, per_warp * warps};
+    const auto kernel = forward ? route_forward_kernel : route_backward_kernel;
+    if (per_warp > 48 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)per_warp);
+    launch(s, Product::ROUTE, kernel, grid, a, (int)per_warp);
 }

@@ -17,4 +17,4 @@ struct RouteArgs {
 };
 
 bool route_fits(int device, int64_t E, int64_t k, int64_t groups);
-void route_run(const RouteArgs &a, bool forward, cudaStream_t s);
+void route_run(const RouteArgs &a, bool forward, Stream &s);

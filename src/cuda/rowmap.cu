@@ -279,14 +279,14 @@ size_t rowmap_part_count(int64_t R, int64_t E) { return (size_t)sort_blocks(R, f
 
 typedef void (*PlaceKernel)(View, View, View, View, int64_t, int64_t, int, uint32_t, int, int, int, RowMap);
 
-void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, cudaStream_t s)
+void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, Stream &s)
 {
     const int64_t R = a.T * a.k;
     const int E = (int)a.E, turn = E < kTurn ? E : kTurn, chunk = fmoe_cuda_sort_chunk(R), blocks = sort_blocks(R, chunk);
     const View none = {}, p = a.p ? *a.p : none;
     const bool few = blocks && E <= kFewExperts && (int64_t)blocks * E <= kFewCounts;
-    if (blocks) launch_overlapped(sort_count, dim3(blocks), kSortThreads, (size_t)turn * 4, 1, s, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
-    if (!few) launch_overlapped(sort_scan, dim3(1), kScanThreads, 0, 1, s, blocks, E, a.align, m, counts);
+    if (blocks) launch(s, Product::SORT, sort_count, Grid{(unsigned)blocks, kSortThreads, (size_t)turn * 4}, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
+    if (!few) launch(s, Product::SORT, sort_scan, Grid{1, kScanThreads}, blocks, E, a.align, m, counts);
     if (!blocks) return;
     int warps = kSortWarps;
     while (warps > 1 && warps * turn * 4 > 48 * 1024) warps /= 2;
@@ -295,7 +295,7 @@ void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const
                               : warps == 4 ? sort_place<4, 4, false>
                               : warps == 2 ? sort_place<2, 4, false>
                                            : sort_place<1, 4, false>;
-    launch_overlapped(place, dim3(blocks), kSortThreads, (size_t)warps * turn * 4, 1, s, a.ids, p, map, few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
+    launch(s, Product::SORT, place, Grid{(unsigned)blocks, kSortThreads, (size_t)warps * turn * 4}, a.ids, p, map, few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
 }
 
 __global__ void ready_clear(Ready *ready)
@@ -305,9 +305,9 @@ __global__ void ready_clear(Ready *ready)
     ready[threadIdx.x] = Ready{};
 }
 
-void rowmap_clear(Ready *ready, cudaStream_t s) { launch_overlapped(ready_clear, dim3(1), kReady, 0, 1, s, ready); }
+void rowmap_clear(Ready *ready, Stream &s) { launch(s, Product::CLEAR_READY, ready_clear, Grid{1, kReady}, ready); }
 
-void rowmap_sort(const SortArgs &a, const RowMap &m, cudaStream_t s) { rowmap_sort_into(a, m, View{}, View{}, s); }
+void rowmap_sort(const SortArgs &a, const RowMap &m, Stream &s) { rowmap_sort_into(a, m, View{}, View{}, s); }
 
 // ---- Groups given by sizes (grouped matmul) ----
 
@@ -348,9 +348,9 @@ __global__ void __launch_bounds__(kScanThreads) sizes_scan(View sizes, int E, in
     layout(E, 1, m, true, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); }, [](int, int) {});
 }
 
-void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, cudaStream_t s)
+void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, Stream &s)
 {
-    sizes_scan<<<1, kScanThreads, 0, s>>>(sizes, (int)E, R, cumulative, m, error);
+    launch(s, Product::SIZES, sizes_scan, Grid{1, kScanThreads}, sizes, (int)E, R, cumulative, m, error);
 }
 
 // ---- A list of matrices: pointers travel as launch parameters, so that nothing is copied from pageable memory ----
@@ -364,7 +364,7 @@ __global__ void list_write(const __grid_constant__ ListPart part, MatEntry *dst,
     if ((int)threadIdx.x < n) dst[threadIdx.x] = part.entry[threadIdx.x];
 }
 
-void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t s)
+void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, Stream &s)
 {
     constexpr int most = sizeof(ListPart) / sizeof(MatEntry);
     for (int64_t i = 0; i < n; i += most) {
@@ -377,11 +377,11 @@ void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, cudaStream_t
             part.entry[j].c = t->ndim > 1 ? fmoe_stride(t, 1) : 1;
             part.entry[j].rows = t->shape[0];
         }
-        list_write<<<1, most, 0, s>>>(part, dst + i, now);
+        launch(s, Product::LIST, list_write, Grid{1, most}, part, dst + i, now);
     }
 }
 
-Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, cudaStream_t s)
+Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, Stream &s)
 {
     Mat m = {};
     m.split = INT64_MAX;

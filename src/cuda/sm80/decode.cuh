@@ -13,7 +13,7 @@ struct DecodeScratch {
     void *parts;        // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
     const void *low[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
 };
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch);
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch, Stream &s);
 
 static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
 
@@ -129,4 +129,4 @@ DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float u
 }
 
 // Weights [in,out]: up, down and the sums in three launches (decode_nmajor.cu).
-void decode_cols_run(const DecodeArgs &a, int dtype, int sms, cudaStream_t s);
+void decode_cols_run(const DecodeArgs &a, int dtype, int sms, Stream &s);

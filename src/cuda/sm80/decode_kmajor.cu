@@ -251,17 +251,19 @@ __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __gr
 }
 
 // PER_SM blocks a multiprocessor. lists: of W1 and of W2, where the weights are lists or there are adapters.
-template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(const DecodeArgs &a, const Lists *lists, int sms, cudaStream_t s)
+template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
 {
     const int grid = PER_SM * sms, groups = (int)a.H / ROWS, hits = Hits::bytes_of(a.R, a.E);
     const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R), columns = (groups + blocks - 1) / blocks * ROWS;
     const int low1 = Adapter<T, 2, NT>::bytes_of(a.low[0].rank), low2 = Adapter<T, ROWS, NT>::bytes_of(a.low[1].rank);
     const auto low = [&](int second) {
         const int64_t most = fmoe_ceil_div((int64_t)a.R * a.low[second].rank, DECODE_WARPS);
-        if (most) launch_overlapped(decode_low<T>, dim3((unsigned)fmoe_min(sms, most)), DECODE_THREADS, (size_t)hits, 1, s, a, second);
+        if (most) launch(s, Product::DECODE, decode_low<T>, Grid{(unsigned)fmoe_min(sms, most), DECODE_THREADS, (size_t)hits}, a, second);
     };
-    const auto up = [&](auto kernel, const auto &l) { launch_overlapped(kernel, dim3((unsigned)grid), DECODE_THREADS, (size_t)(hits + low1), 1, s, a, l); };
-    const auto down = [&](auto kernel, const auto &l) { launch_overlapped(kernel, dim3((unsigned)blocks), DECODE_THREADS, (size_t)(hits + low2 + a.R * 4 * (columns + 1)), 1, s, a, l); };
+    const Grid up_grid = {(unsigned)grid, DECODE_THREADS, (size_t)(hits + low1)};
+    const Grid down_grid = {(unsigned)blocks, DECODE_THREADS, (size_t)(hits + low2 + a.R * 4 * (columns + 1))};
+    const auto up = [&](auto kernel, const auto &l) { launch(s, Product::DECODE, kernel, up_grid, a, l); };
+    const auto down = [&](auto kernel, const auto &l) { launch(s, Product::DECODE, kernel, down_grid, a, l); };
     if (a.low[0].rank || a.low[1].rank) {
         low(0);
         up(decode_up<T, NT, 4, PER_SM, ADAPTERS>, lists[0]);
@@ -276,7 +278,7 @@ template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(cons
     }
 }
 
-template <class T> static void run(const DecodeArgs &a, const Lists *lists, int sms, cudaStream_t s)
+template <class T> static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
 {
     if (a.T == 1) run<T, 1, 4, 2, 3>(a, lists, sms, s);
     else run<T, 2, 8, 4, 2>(a, lists, sms, s);
@@ -309,7 +311,7 @@ static bool make_low(DecodeLow &low, int64_t rank, const fmoe_tensor *a, const f
     return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)low.a | (uintptr_t)low.b) % 16 == 0;
 }
 
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, const DecodeScratch &scratch)
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, const DecodeScratch &scratch, Stream &s)
 {
     const Plan *plan = plan_of(p);
     const fmoe_weights &w = args->w;
@@ -357,7 +359,6 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.limit = p->d.act_limit;
     a.add = (run_args->flags & FMOE_ADD_OUT) != 0;
     a.error = plan->error_dev;
-    const cudaStream_t s = stream_of(run_args);
     if (!rows) {
         a.part[0] = (float *)scratch.parts;
         a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;

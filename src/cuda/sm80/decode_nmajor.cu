@@ -159,26 +159,27 @@ template <class T> __global__ void __launch_bounds__(DECODE_THREADS) decode_sum(
     *out = from_float<T>(s);
 }
 
-template <class T, int NT, int DEPTH, int PER_SM> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
+template <class T, int NT, int DEPTH, int PER_SM> static void run(const DecodeArgs &a, int sms, Stream &s)
 {
     const int grid = PER_SM * sms, hits = Hits::bytes_of(a.R, a.E);
     const auto product = [&](auto kernel, int64_t rows) {
         const size_t shared = sizeof(float) * DECODE_WARPS * NT * STRIP + sizeof(T) * NT * (size_t)padded_rows((int)rows, DEPTH) + (size_t)hits;
         if (shared > 48 * 1024) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared);
-        launch_overlapped(kernel, dim3((unsigned)grid), DECODE_THREADS, shared, 1, s, a);
+        launch(s, Product::DECODE, kernel, Grid{(unsigned)grid, DECODE_THREADS, shared}, a);
     };
     product(decode_cols<T, NT, DEPTH, PER_SM, false>, a.H);
     product(decode_cols<T, NT, DEPTH, PER_SM, true>, a.I);
-    launch_overlapped(decode_sum<T>, dim3((unsigned)((a.H + DECODE_THREADS - 1) / DECODE_THREADS), (unsigned)a.T), DECODE_THREADS, (size_t)hits, 1, s, a, grid);
+    const dim3 sums((unsigned)((a.H + DECODE_THREADS - 1) / DECODE_THREADS), (unsigned)a.T);
+    launch(s, Product::DECODE, decode_sum<T>, Grid{sums, DECODE_THREADS, (size_t)hits}, a, grid);
 }
 
-template <class T> static void run(const DecodeArgs &a, int sms, cudaStream_t s)
+template <class T> static void run(const DecodeArgs &a, int sms, Stream &s)
 {
     if (a.T == 1) run<T, 1, 16, 2>(a, sms, s);
     else run<T, 4, 8, 2>(a, sms, s);
 }
 
-void decode_cols_run(const DecodeArgs &a, int dtype, int sms, cudaStream_t s)
+void decode_cols_run(const DecodeArgs &a, int dtype, int sms, Stream &s)
 {
     if (dtype == FMOE_BF16) run<bf16>(a, sms, s);
     else run<f16>(a, sms, s);

@@ -240,22 +240,22 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
     }
 }
 
-template <class T> static void launch(int dtype, int a_dtype, int b_dtype, const GemmArgs &g, cudaStream_t s)
+template <class T> static void run(int dtype, int a_dtype, int b_dtype, const GemmArgs &g, Stream &s)
 {
     const int64_t nN = (g.N + BN - 1) / BN;
     const int64_t nM = g.wgrad ? (g.M + BM - 1) / BM : g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, BM) : (g.R + BM - 1) / BM;
     if (nN * nM == 0) return;
     const dim3 grid((unsigned)(nN * nM), g.wgrad ? (unsigned)g.E : 1);
-    gemm_kernel<T><<<grid, THREADS, Shape<T>::SMEM, s>>>(g, dtype, a_dtype, b_dtype);
+    launch(s, Product::GEMM, gemm_kernel<T>, Grid{grid, THREADS, Shape<T>::SMEM}, g, dtype, a_dtype, b_dtype);
 }
 
-void gemm_sm80(int dtype, const GemmArgs &g, cudaStream_t s)
+void gemm_sm80(int dtype, const GemmArgs &g, Stream &s)
 {
     if (lowrank_add(dtype, g, s)) return;
     const int a = g.a_f32 ? FMOE_F32 : dtype, b = g.b_f32 ? FMOE_F32 : dtype;
-    if (dtype == FMOE_F32 || g.a_f32 || g.b_f32) launch<float>(dtype, a, b, g, s);
-    else if (dtype == FMOE_BF16) launch<bf16>(dtype, a, b, g, s);
-    else launch<f16>(dtype, a, b, g, s);
+    if (dtype == FMOE_F32 || g.a_f32 || g.b_f32) run<float>(dtype, a, b, g, s);
+    else if (dtype == FMOE_BF16) run<bf16>(dtype, a, b, g, s);
+    else run<f16>(dtype, a, b, g, s);
 }
 
 static_assert(Shape<bf16>::SMEM <= 48 * 1024 && Shape<float>::SMEM <= 48 * 1024, "no opt-in is asked for");

@@ -111,15 +111,15 @@ template <class T> __global__ void __launch_bounds__(THREADS, 2) add_kernel(cons
     }
 }
 
-template <class T> static void run_add(const GemmArgs &g, cudaStream_t s)
+template <class T> static void run_add(const GemmArgs &g, Stream &s)
 {
     const int64_t tiles = g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, ROWS) : (g.R + ROWS - 1) / ROWS, blocks = tiles * ((g.N + SPAN - 1) / SPAN);
     const bool a_words = g.K % 4 == 0 && g.A.r % 4 == 0 && (uintptr_t)g.A.p % 8 == 0;
     const bool b_words = g.K % 4 == 0 && !g.b_rows_are_k && g.B.c == 1 && (g.B.r | g.B.g) % 4 == 0 && (uintptr_t)g.B.p % 8 == 0;
-    if (blocks) add_kernel<T><<<(unsigned)blocks, THREADS, 0, s>>>(g, a_words, b_words);
+    if (blocks) launch(s, Product::LORA_ADD, add_kernel<T>, Grid{(unsigned)blocks, THREADS}, g, a_words, b_words);
 }
 
-bool lowrank_add(int dtype, const GemmArgs &g, cudaStream_t s)
+bool lowrank_add(int dtype, const GemmArgs &g, Stream &s)
 {
     const bool plain = g.accumulate && !g.wgrad && !g.gather_a && !g.gather_b && !g.bias && !g.a_f32 && !g.b_f32 && !g.out_f32 && !g.B.list && !g.D.list;
     if (!plain || dtype == FMOE_F32 || g.K > 256 || g.A.c != 1 || g.D.c != 1 || (g.D.r | g.N) % 8 || (uintptr_t)g.D.p % 16 || g.B.split < INT64_MAX) return false;

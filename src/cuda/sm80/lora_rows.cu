@@ -123,13 +123,13 @@ template <class T> __global__ void scale_kernel(T *rows, int64_t n, float by)
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) rows[i] = from_float<T>(to_float(rows[i]) * by);
 }
 
-void lowrank_scale(int dtype, void *rows, int64_t n, float by, cudaStream_t s)
+void lowrank_scale(int dtype, void *rows, int64_t n, float by, Stream &s)
 {
-    const unsigned blocks = (unsigned)fmoe_min(fmoe_ceil_div(n, 1024), 1 << 12);
+    const Grid grid = {(unsigned)fmoe_min(fmoe_ceil_div(n, 1024), 1 << 12), 256};
     if (n == 0 || by == 1) return;
-    if (dtype == FMOE_F32) scale_kernel<<<blocks, 256, 0, s>>>((float *)rows, n, by);
-    else if (dtype == FMOE_BF16) scale_kernel<<<blocks, 256, 0, s>>>((bf16 *)rows, n, by);
-    else scale_kernel<<<blocks, 256, 0, s>>>((f16 *)rows, n, by);
+    if (dtype == FMOE_F32) launch(s, Product::LORA_SCALE, scale_kernel<float>, grid, (float *)rows, n, by);
+    else if (dtype == FMOE_BF16) launch(s, Product::LORA_SCALE, scale_kernel<bf16>, grid, (bf16 *)rows, n, by);
+    else launch(s, Product::LORA_SCALE, scale_kernel<f16>, grid, (f16 *)rows, n, by);
 }
 
 // ---- grad ----
@@ -267,21 +267,21 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
 
 static bool even(const Mat &m) { return m.c == 1 && (m.r | m.g) % 8 == 0 && (uintptr_t)m.p % 16 == 0 && !m.list; } // rows of whole pieces
 
-template <class T, int NR> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, cudaStream_t s)
+template <class T, int NR> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, Stream &s)
 {
     static_assert(RowsShape<NR>::SMEM <= 48 * 1024, "no opt-in is asked for");
-    if (f_n) rows_kernel<T, NR, true><<<tiles, 128, RowsShape<NR>::SMEM, s>>>(a);
-    else rows_kernel<T, NR, false><<<tiles, 128, RowsShape<NR>::SMEM, s>>>(a);
+    const auto kernel = f_n ? rows_kernel<T, NR, true> : rows_kernel<T, NR, false>;
+    launch(s, Product::LORA_ROWS, kernel, Grid{tiles, 128, RowsShape<NR>::SMEM}, a);
 }
 
-template <class T> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, cudaStream_t s)
+template <class T> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, Stream &s)
 {
     if (a.rank <= 16) run_rows<T, 16>(a, f_n, tiles, s);
     else if (a.rank <= 32) run_rows<T, 32>(a, f_n, tiles, s);
     else run_rows<T, 64>(a, f_n, tiles, s);
 }
 
-bool lowrank_rows(int dtype, const GemmArgs &g, float scale, cudaStream_t s)
+bool lowrank_rows(int dtype, const GemmArgs &g, float scale, Stream &s)
 {
     if (dtype == FMOE_F32 || !g.map_value.off || g.N > 64 || g.K % 8 || !even(g.A) || g.D.c != 1) return false;
     const bool f_n = g.b_rows_are_k ? g.B.c == 1 : g.B.r == 1 && g.B.c != 1;
@@ -296,22 +296,23 @@ bool lowrank_rows(int dtype, const GemmArgs &g, float scale, cudaStream_t s)
     return true;
 }
 
-template <class T, int NR> static void run_grad(const LowGrad &a, int64_t E, cudaStream_t s)
+template <class T, int NR> static void run_grad(const LowGrad &a, int64_t E, Stream &s)
 {
     typedef GradShape<NR> S;
     static_assert(S::SMEM <= 48 * 1024, "no opt-in is asked for");
     static_assert((S::COLS + 4) * (NR + 4) * (int)sizeof(float) <= S::SMEM, "the result fits");
-    grad_kernel<T, NR><<<dim3((unsigned)((a.M + S::COLS - 1) / S::COLS), (unsigned)E), 128, S::SMEM, s>>>(a);
+    const dim3 blocks((unsigned)((a.M + S::COLS - 1) / S::COLS), (unsigned)E);
+    launch(s, Product::LORA_WGRAD, grad_kernel<T, NR>, Grid{blocks, 128, S::SMEM}, a);
 }
 
-template <class T> static void run_grad(const LowGrad &a, int64_t E, cudaStream_t s)
+template <class T> static void run_grad(const LowGrad &a, int64_t E, Stream &s)
 {
     if (a.rank <= 16) run_grad<T, 16>(a, E, s);
     else if (a.rank <= 32) run_grad<T, 32>(a, E, s);
     else run_grad<T, 64>(a, E, s);
 }
 
-bool lowrank_grad(int dtype, const GemmArgs &g, cudaStream_t s)
+bool lowrank_grad(int dtype, const GemmArgs &g, Stream &s)
 {
     const bool right = g.N <= 64 && !g.gather_b, left = !right && g.M <= 64 && !g.gather_a; // which operand has the rank
     const Mat &x = right ? g.A : g.B, &l = right ? g.B : g.A, &d = g.D;

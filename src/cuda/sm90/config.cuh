@@ -14,6 +14,7 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr ASource A = A_;
     static constexpr BSource B = B_;
     static constexpr Epilogue EPI = EPI_;
+    static constexpr bool TOKENS = false, F32 = EPI == EPI_STORE_F32;
     static constexpr bool WGRAD = A >= A_T, GATHER_A = A == A_GATHER || A == A_T_GATHER, GATHER_B = B == B_T_GATHER, GATHER = GATHER_A || GATHER_B;
     static constexpr bool EPI_WG = EPI == EPI_DGLU; // a warpgroup of its own does the epilogue
     static constexpr bool RAGGED = WGRAD && !GATHER; // an expert's rows begin and end anywhere

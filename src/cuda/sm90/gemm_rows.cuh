@@ -397,19 +397,3 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
     __syncthreads();
     cluster_sync();
 }
-
-// ---- Host ----
-
-template <class C> static cudaError_t sm90_setup_one()
-{
-    return cudaFuncSetAttribute(gemm_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, SM90_MAX_SMEM);
-}
-
-template <class C> static cudaError_t sm90_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
-{
-    static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
-    static_assert(C::B > B_GLU || C::BN / C::BOXES == (C::EPI_WG ? SM90_BOX_ACT : SM90_BOX), "boxes of weights are not those of the maps");
-    const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
-    p.off_shared = all <= SM90_MAX_SMEM;
-    return launch_overlapped(gemm_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);
-}

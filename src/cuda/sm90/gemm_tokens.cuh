@@ -22,6 +22,7 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr WeightSource W = W_;
     static constexpr bool GATHER = GATHER_;
     static constexpr TokenEpilogue EPI = EPI_;
+    static constexpr bool TOKENS = true, F32 = false;
     static constexpr int STAGES = 4, MAX_UNITS = FMOE_CUDA_TOKEN_UNITS, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
     static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SMOOTH ? 128 : 256; // features of the result in a tile
@@ -439,19 +440,4 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
     }
     __syncthreads();
     cluster_sync();
-}
-
-// ---- Host ----
-
-template <class C> static cudaError_t tokens_setup_one()
-{
-    static_assert(C::SMEM <= SM90_MAX_SMEM, "too much shared memory");
-    return cudaFuncSetAttribute(tokens_sm90_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, SM90_MAX_SMEM);
-}
-
-template <class C> static cudaError_t tokens_launch_one(Sm90Args &p, int sms, cudaStream_t stream)
-{
-    const size_t all = C::SMEM + ((size_t)p.E + 1) * 4;
-    p.off_shared = all <= SM90_MAX_SMEM;
-    return launch_overlapped(tokens_sm90_kernel<C>, dim3((unsigned)(sms / 2 * 2)), C::THREADS, p.off_shared ? all : C::SMEM, 2, stream, p);
 }

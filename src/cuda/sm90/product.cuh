@@ -57,7 +57,8 @@ struct Sm90Args {
     Ready *ready;           // halves: its own; SM90_EARLY: that of the product whose results it reads
 };
 
-enum Sm90Product {
+// Which kernel; kernels.cuh says what each is.
+enum Sm90Kernel {
     SM90_UP_SMOOTH,      // gathered rows x [gate | up], an activation with a sigmoid; h and a
     SM90_UP_GLU,         // the same with any activation and bias (gemm_tokens.cuh)
     SM90_UP_GLU_N,       // both, of weights [k, n]: any activation and bias in gemm_tokens.cuh, else one with a sigmoid
@@ -73,13 +74,22 @@ enum Sm90Product {
     SM90_DH_128_K,
     SM90_WGRAD_GATHER_A, // D[e] = gather(x)^T rows
     SM90_WGRAD_GATHER_B, // D[e] = rows^T gather(x)
-    SM90_WGRAD_ROWS,     // D[e] = rows^T rows, ragged
-    SM90_PRODUCTS
+    SM90_WGRAD_ROWS      // D[e] = rows^T rows, ragged
 };
 
-// f32: results of a weight gradient in f32.
-cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream);
-cudaError_t sm90_setup();
+struct Sm90Entry { // a compiled kernel
+    Sm90Kernel kernel;
+    int dtype;
+    bool f32, tokens; // results of a weight gradient in f32; tokens on the N side (gemm_tokens.cuh)
+    void (*function)(Sm90Args);
+    unsigned threads;
+    size_t shared; // without the offsets
+};
+// kernels.cu. f32: results of a weight gradient in f32.
+cudaError_t sm90_launch(Stream &s, Product product, Sm90Kernel kernel, int dtype, int f32, Sm90Args &args, int sms);
+cudaError_t sm90_setup(); // of the current device
+
+// ---- tensor_map.cu ----
 
 // A 3-D tensor map of 16-bit (or f32) elements, 128-byte swizzle; strides in elements. False: the driver refuses it.
 bool sm90_map(CUtensorMap *map, int dtype, const void *p, const int64_t dim[3], const int64_t stride[3], const int box[3]);

@@ -1,15 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tensor_map.cu - tensor maps and the table of Hopper products.
+// tensor_map.cu - the descriptions of matrices that TMA reads and writes by.
 #include "product.cuh"
-
-cudaError_t sm90_setup_gather();
-cudaError_t sm90_setup_rows();
-cudaError_t sm90_setup_dh();
-cudaError_t sm90_setup_wgrad();
-cudaError_t sm90_launch_gather(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
-cudaError_t sm90_launch_rows(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
-cudaError_t sm90_launch_dh(Sm90Product, int dtype, Sm90Args &, int sms, cudaStream_t);
-cudaError_t sm90_launch_wgrad(Sm90Product, int dtype, int f32, Sm90Args &, int sms, cudaStream_t);
 
 typedef CUresult (*EncodeFn)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *,
                              const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -82,32 +73,4 @@ bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int6
     if ((uintptr_t)gate % 16 || I % 8) return false;
     return encoder()(map, dtype == FMOE_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 5, (void *)gate, dim, stride, box, one,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-cudaError_t sm90_setup()
-{
-    cudaError_t e = sm90_setup_gather();
-    if (e == cudaSuccess) e = sm90_setup_rows();
-    if (e == cudaSuccess) e = sm90_setup_dh();
-    return e == cudaSuccess ? sm90_setup_wgrad() : e;
-}
-
-cudaError_t sm90_launch(Sm90Product product, int dtype, int f32, Sm90Args &args, int sms, cudaStream_t stream)
-{
-    switch (product) {
-    case SM90_UP_SMOOTH:
-    case SM90_UP_GLU:
-    case SM90_UP_GLU_N:
-    case SM90_UP_PAIRS:
-    case SM90_UP_ACT:
-    case SM90_GATHER_K:
-    case SM90_GATHER_N: return sm90_launch_gather(product, dtype, args, sms, stream);
-    case SM90_ROWS_K:
-    case SM90_ROWS_N: return sm90_launch_rows(product, dtype, args, sms, stream);
-    case SM90_DH_192:
-    case SM90_DH_128:
-    case SM90_DH_192_K:
-    case SM90_DH_128_K: return sm90_launch_dh(product, dtype, args, sms, stream);
-    default: return sm90_launch_wgrad(product, dtype, f32, args, sms, stream);
-    }
 }

@@ -4,8 +4,14 @@
 
 static constexpr int THREADS = 128, WARPS = THREADS / 32;
 
-template <class T, int V> DEV Pack<T, V> load_pack(const void *p, int64_t i) { return *(const Pack<T, V> *)((const T *)p + i); }
-template <class T, int V> DEV void store_pack(void *p, int64_t i, const Pack<T, V> &v) { *(Pack<T, V> *)((T *)p + i) = v; }
+template <class T, int V> DEV Pack<T, V> load_pack(const void *p, int64_t i)
+{
+    return *(const Pack<T, V> *)((const T *)p + i);
+}
+template <class T, int V> DEV void store_pack(void *p, int64_t i, const Pack<T, V> &v)
+{
+    *(Pack<T, V> *)((T *)p + i) = v;
+}
 
 // How gate and up lie: V of each, or (PAIRS) V pairs, 16 bytes.
 enum Layout { PLAIN, GATED, PAIRS };
@@ -13,7 +19,7 @@ enum Layout { PLAIN, GATED, PAIRS };
 template <class T, Layout LAY, int V> DEV void load_h(const ActArgs &a, int64_t at, Pack<T, V> &g, Pack<T, V> &u)
 {
     if (LAY == PAIRS) {
-        const Pack<T, 2 * V> both = load_pack<T, 2 * V>(a.h, at);
+        const Pack<T, 2 *V> both = load_pack<T, 2 * V>(a.h, at);
 #pragma unroll
         for (int j = 0; j < V; j++) g.v[j] = both.v[2 * j], u.v[j] = both.v[2 * j + 1];
     } else {
@@ -22,7 +28,8 @@ template <class T, Layout LAY, int V> DEV void load_h(const ActArgs &a, int64_t 
     }
 }
 
-template <class T, Layout LAY, int V> DEV void store_dh(const ActArgs &a, int64_t at, const Pack<T, V> &g, const Pack<T, V> &u)
+template <class T, Layout LAY, int V>
+DEV void store_dh(const ActArgs &a, int64_t at, const Pack<T, V> &g, const Pack<T, V> &u)
 {
     if (LAY == PAIRS) {
         Pack<T, 2 * V> both;
@@ -39,11 +46,17 @@ template <class T, Layout LAY, int V> DEV void store_dh(const ActArgs &a, int64_
 template <class T, bool GATED, class F> DEV void with_factors(const ActArgs &a, const FastAct &fast, F call)
 {
     if constexpr (sizeof(T) == 4)
-        call([&](float g) { return gate_factor(a.act, g, a.alpha, a.limit); }, [&](float u) { return GATED ? up_factor(a.act, u, a.limit) : Factor{1.f, 0.f}; });
+        call([&](float g) { return gate_factor(a.act, g, a.alpha, a.limit); },
+             [&](float u) {
+                 return GATED ? up_factor(a.act, u, a.limit) : Factor{1.f, 0.f};
+             });
     else
         with_kind(fast, [&](auto kind) {
             constexpr int KIND = kind.value == FAST_SWIGLU && !GATED ? FAST_CLAMP : kind.value;
-            call([&](float g) { return fast_gate<KIND>(fast, g); }, [&](float u) { return GATED ? fast_up<KIND>(fast, u) : Factor{1.f, 0.f}; });
+            call([&](float g) { return fast_gate<KIND>(fast, g); },
+                 [&](float u) {
+                     return GATED ? fast_up<KIND>(fast, u) : Factor{1.f, 0.f};
+                 });
         });
 }
 
@@ -56,7 +69,9 @@ template <class T, Layout LAY, int V> __global__ void __launch_bounds__(THREADS)
                 Pack<T, V> g, u, o;
                 load_h<T, LAY, V>(a, r * a.h_r + c * V * a.h_i, g, u);
 #pragma unroll
-                for (int j = 0; j < V; j++) o.v[j] = from_float<T>(gate(to_float(g.v[j])).value * up(LAY == PLAIN ? 0.f : to_float(u.v[j])).value);
+                for (int j = 0; j < V; j++)
+                    o.v[j] =
+                        from_float<T>(gate(to_float(g.v[j])).value * up(LAY == PLAIN ? 0.f : to_float(u.v[j])).value);
                 store_pack<T, V>(a.a, r * a.a_r + c * V, o);
             }
     });
@@ -113,7 +128,8 @@ template <class T> static void dispatch(bool forward, int gated, const ActArgs &
 {
     if (a.rows == 0 || a.I == 0) return;
     constexpr int V = 16 / sizeof(T);
-    const bool pairs = gated && a.h_i == 2 && a.h_u == 1 && (forward || (a.dh_i == 2 && a.dh_u == 1)), plain = a.h_i == 1 && (forward || a.dh_i == 1);
+    const bool pairs = gated && a.h_i == 2 && a.h_u == 1 && (forward || (a.dh_i == 2 && a.dh_u == 1)),
+               plain = a.h_i == 1 && (forward || a.dh_i == 1);
     const uintptr_t bits = (uintptr_t)a.h | (uintptr_t)a.a | (uintptr_t)a.da | (uintptr_t)a.dh | (uintptr_t)a.pa;
     const int64_t strides = a.h_r | a.a_r | a.da_r | a.dh_r | a.I | (pairs ? 0 : a.h_u | a.dh_u);
     const bool wide = bits % 16 == 0 && strides % V == 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// act.cuh - the activations. Every entry of fmoe_act is F(gate) * V(up), ungated F(h): two functions of one variable with
-// their slopes. relu'(0) = 0; a clamp's limit itself still passes (as PyTorch has it). A NaN stays a NaN.
+// act.cuh - the activations. Every entry of fmoe_act is F(gate) * V(up), ungated F(h): two functions of one variable
+// with their slopes. relu'(0) = 0; a clamp's limit itself still passes (as PyTorch has it). A NaN stays a NaN.
 #pragma once
 #include "common.cuh"
 
@@ -13,7 +13,8 @@ struct Factor {
 
 DEV float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// For results rounded to 16 bits: four instructions, where __fdividef(1.f, 1.f + __expf(-x)) is seven for the sake of denormals.
+// For results rounded to 16 bits: four instructions, where __fdividef(1.f, 1.f + __expf(-x)) is seven for the sake of
+// denormals.
 DEV float sigmoid_fast(float x)
 {
     float e, s;
@@ -89,7 +90,8 @@ DEV Factor up_factor(int act, float u, float limit)
 
 // ---- For results of 16 bits ----
 //
-// FAST_CLAMP: F(g) = min(c s(alpha c), out_max) with c = min(g, gate_max), V(u) = clamp(u, up_max) + up_add. SiLU is one without limits.
+// FAST_CLAMP: F(g) = min(c s(alpha c), out_max) with c = min(g, gate_max), V(u) = clamp(u, up_max) + up_add. SiLU is
+// one without limits.
 
 enum { FAST_SWIGLU, FAST_CLAMP, FAST_TANH, FAST_ERF, FAST_RELU };
 
@@ -131,7 +133,8 @@ template <int KIND> DEV Factor fast_gate(const FastAct &f, float g)
         return {v, fmaf(fmaf(-v, s, v), fmaf(3.f * k3, q, k), s)};
     }
     const bool over = g > f.gate_max;
-    const float c = over ? f.gate_max : g, s = sigmoid_fast(f.alpha * c), v = c * s, slope = fmaf(fmaf(-v, s, v), f.alpha, s);
+    const float c = over ? f.gate_max : g, s = sigmoid_fast(f.alpha * c), v = c * s,
+                slope = fmaf(fmaf(-v, s, v), f.alpha, s);
     const bool out = v > f.out_max;
     return {out ? f.out_max : v, over || out ? 0.f : slope};
 }

@@ -28,10 +28,19 @@ fmoe_status plan_report(const Plan *plan)
     e->code = 0;
     switch (code) {
     case DEVERR_ID:
-        return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met id %lld in slot %lld (token %lld), E is %lld; the slot was skipped", value, index,
-                    plan->shape.k ? index / plan->shape.k : index, E);
-    case DEVERR_SIZE: return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met group size or sum %lld at group %lld, which is negative or past the rows", value, index);
-    default: return FAIL(FMOE_ERR_INDEX, "an earlier call on this plan met map[%lld] = %lld, which is out of range; the slot was skipped", index, value);
+        return FAIL(
+            FMOE_ERR_INDEX,
+            "an earlier call on this plan met id %lld in slot %lld (token %lld), E is %lld; the slot was skipped",
+            value, index, plan->shape.k ? index / plan->shape.k : index, E);
+    case DEVERR_SIZE:
+        return FAIL(
+            FMOE_ERR_INDEX,
+            "an earlier call on this plan met group size or sum %lld at group %lld, which is negative or past the rows",
+            value, index);
+    default:
+        return FAIL(FMOE_ERR_INDEX,
+                    "an earlier call on this plan met map[%lld] = %lld, which is out of range; the slot was skipped",
+                    index, value);
     }
 }
 
@@ -44,9 +53,11 @@ static fmoe_status runtime_missing(cudaError_t e)
     cudaRuntimeGetVersion(&runtime);
     cudaGetLastError();
     if (driver == 0)
-        return FAIL(FMOE_ERR_BACKEND, "CUDA: no driver was found (%s); this library was built with CUDA %d.%d", cudaGetErrorString(e), runtime / 1000, runtime % 1000 / 10);
-    return FAIL(FMOE_ERR_BACKEND, "CUDA: no usable device: %s; the driver supports CUDA %d.%d, this library was built with %d.%d", cudaGetErrorString(e), driver / 1000,
-                driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+        return FAIL(FMOE_ERR_BACKEND, "CUDA: no driver was found (%s); this library was built with CUDA %d.%d",
+                    cudaGetErrorString(e), runtime / 1000, runtime % 1000 / 10);
+    return FAIL(FMOE_ERR_BACKEND,
+                "CUDA: no usable device: %s; the driver supports CUDA %d.%d, this library was built with %d.%d",
+                cudaGetErrorString(e), driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
 }
 
 __global__ void probe() {}
@@ -63,13 +74,17 @@ static fmoe_status open_device(Plan *plan, int id)
     cudaDeviceGetAttribute(&plan->sms, cudaDevAttrMultiProcessorCount, id);
     plan->device = id;
     plan->cc = major * 10 + minor;
-    if (plan->cc < 80) return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d has compute capability %d.%d, 8.0 is the least", id, major, minor);
+    if (plan->cc < 80)
+        return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d has compute capability %d.%d, 8.0 is the least", id, major,
+                    minor);
     DeviceScope scope(id);
     cudaFuncAttributes code; // a card newer than all code in the library needs a driver that translates its PTX
     e = cudaFuncGetAttributes(&code, probe);
     if (e != cudaSuccess) return runtime_missing(e);
     e = cudaHostAlloc((void **)&plan->error, sizeof(DeviceError), cudaHostAllocMapped | cudaHostAllocPortable);
-    if (e != cudaSuccess) return FAIL(e == cudaErrorMemoryAllocation ? FMOE_ERR_NOMEM : FMOE_ERR_DEVICE, "CUDA: a page of pinned memory: %s", cudaGetErrorString(e));
+    if (e != cudaSuccess)
+        return FAIL(e == cudaErrorMemoryAllocation ? FMOE_ERR_NOMEM : FMOE_ERR_DEVICE,
+                    "CUDA: a page of pinned memory: %s", cudaGetErrorString(e));
     *plan->error = DeviceError{};
     e = cudaHostGetDevicePointer((void **)&plan->error_dev, plan->error, 0);
     if (e != cudaSuccess) {
@@ -79,7 +94,8 @@ static fmoe_status open_device(Plan *plan, int id)
     return FMOE_OK;
 }
 
-// A plan may be made while the caller captures a stream into a graph: pinned memory and kernel attributes are no part of that.
+// A plan may be made while the caller captures a stream into a graph: pinned memory and kernel attributes are no part
+// of that.
 struct OutsideCapture {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
@@ -91,14 +107,18 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     const OutsideCapture outside;
     const fmoe_desc *d = &p->d;
     if (d->dtype == FMOE_F64) return FAIL(FMOE_ERR_DTYPE, "CUDA: dtype f64 is for the CPU's reference only");
-    if (d->E > kMaxExperts && d->op != FMOE_OP_ACTIVATION) return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: E is %lld, at most %lld are supported", (long long)d->E, (long long)kMaxExperts);
+    if (d->E > kMaxExperts && d->op != FMOE_OP_ACTIVATION)
+        return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: E is %lld, at most %lld are supported", (long long)d->E,
+                    (long long)kMaxExperts);
     if (d->H > INT32_MAX / 4 || d->I > INT32_MAX / 4 || d->K > INT32_MAX || d->N > INT32_MAX)
         return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: H, I, K and N must be below 2^29");
     Plan *plan = new (std::nothrow) Plan();
     if (!plan) return FAIL(FMOE_ERR_NOMEM, "no memory for a plan");
     fmoe_status status = open_device(plan, d->device.id);
     if (status == FMOE_OK && d->op == FMOE_OP_ROUTE && !route_fits(plan->device, d->E, d->k, d->route.groups)) {
-        status = FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: routing over E = %lld experts needs more shared memory for a token than this device has", (long long)d->E);
+        status = FAIL(FMOE_ERR_UNSUPPORTED,
+                      "CUDA: routing over E = %lld experts needs more shared memory for a token than this device has",
+                      (long long)d->E);
         cudaFreeHost(plan->error);
     }
     if (status != FMOE_OK) {
@@ -139,7 +159,8 @@ static void plan_fini(fmoe_plan_impl *p)
 
 static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
-    return p->d.op == FMOE_OP_EXPERTS ? experts_bytes(p, pass, T, workspace, saved) : ops_bytes(p, pass, T, workspace, saved);
+    return p->d.op == FMOE_OP_EXPERTS ? experts_bytes(p, pass, T, workspace, saved)
+                                      : ops_bytes(p, pass, T, workspace, saved);
 }
 
 static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
@@ -147,25 +168,36 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     const Plan *plan = plan_of(p);
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
     char line[900];
-    int used = snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s; built with CUDA %d.%d\n", plan->device, plan->cc / 10, plan->cc % 10,
-                        plan->sms, dtype, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+    int used =
+        snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s; built with CUDA %d.%d\n",
+                 plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype, CUDART_VERSION / 1000,
+                 CUDART_VERSION % 1000 / 10);
     if (p->d.op == FMOE_OP_GROUPED_MATMUL && plan->path == FMOE_PATH_SM90) {
-        used += snprintf(line + used, sizeof line - (size_t)used,
-                         "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"
-                         "lists, f32 rows, FMOE_ADD_DX and what is not aligned: sm80 mma.sync, 64x128 tiles\n",
-                         plan->why, 16 * FMOE_CUDA_TOKEN_UNITS);
+        used += snprintf(
+            line + used, sizeof line - (size_t)used,
+            "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"
+            "lists, f32 rows, FMOE_ADD_DX and what is not aligned: sm80 mma.sync, 64x128 tiles\n",
+            plan->why, 16 * FMOE_CUDA_TOKEN_UNITS);
     } else if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
         used += snprintf(line + used, sizeof line - (size_t)used,
-                         "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an expert 256 features x up to %d tokens\n"
+                         "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an "
+                         "expert 256 features x up to %d tokens\n"
                          "weights that are not 16-byte aligned, or in lists of unequal strides: sm80\n"
-                         "activation: in the products (dh by a warpgroup of its own); of weights [in,out] separate kernels where they are not gated, or interleaved and between 64 and %d rows an expert\n",
+                         "activation: in the products (dh by a warpgroup of its own); of weights [in,out] separate "
+                         "kernels where they are not gated, or interleaved and between 64 and %d rows an expert\n",
                          plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS, FMOE_CUDA_TOKENS_BELOW);
-        const bool low = p->d.rank1 || p->d.rank2, ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
-        int64_t most = 0, cols = low ? 0 : fmoe_cuda_most_decode_cols(&plan->shape);
+        const bool lora = p->d.rank1 || p->d.rank2,
+                   ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
+        int64_t most = 0, cols = lora ? 0 : fmoe_cuda_most_decode_nmajor(&plan->shape);
         while (ranks && fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
-        if (most) used += snprintf(line + used, sizeof line - (size_t)used, "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n", (long long)most, (long long)cols);
+        if (most)
+            used += snprintf(
+                line + used, sizeof line - (size_t)used,
+                "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
+                (long long)most, (long long)cols);
     } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
-        used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n", p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
+        used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n",
+                         p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
                          *plan->why ? ", because: " : "", plan->why);
     }
     return (size_t)snprintf(text, n, "%s", line);

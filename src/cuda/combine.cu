@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// combine.cu - moving rows between tokens and experts: gather-and-sum, scatter, dot products, column sums. Sums run in a
-// fixed order, so the same inputs give the same bits.
+// combine.cu - moving rows between tokens and experts: gather-and-sum, scatter, dot products, column sums. Sums run in
+// a fixed order, so the same inputs give the same bits.
 #include "common.cuh"
 
 // 16 bytes of a row, or one element: kept as words, so that nothing is taken apart before it is used.
@@ -19,7 +19,10 @@ template <> struct Words<float, 4> {
     DEV void get(float (&f)[4]) const { f[0] = v.x, f[1] = v.y, f[2] = v.z, f[3] = v.w; }
     DEV void set(const float (&f)[4]) { v = make_float4(f[0], f[1], f[2], f[3]); }
 };
-DEV float2 pair_floats(uint32_t w, bf16) { return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u)); }
+DEV float2 pair_floats(uint32_t w, bf16)
+{
+    return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
+}
 DEV float2 pair_floats(uint32_t w, f16) { return __half22float2(*(const __half2 *)&w); }
 DEV uint32_t pair_word(float a, float b, bf16)
 {
@@ -67,8 +70,8 @@ DEV int64_t map_row(const View &map, int64_t i, int64_t R, DeviceError *error)
 
 // ---- out[t] = sum_j p[t,j] * y[map[t,j]] (+ out[t]) ----
 
-// All rows of a token are asked for before the first is used; weights come while they travel. 64 registers, so that four blocks share a
-// multiprocessor: with three the memory has moments without work.
+// All rows of a token are asked for before the first is used; weights come while they travel. 64 registers, so that
+// four blocks share a multiprocessor: with three the memory has moments without work.
 template <class T, int V, int K> __global__ void __launch_bounds__(256, 4) combine_kernel(CombineArgs a, View p)
 {
     depend_wait();
@@ -80,7 +83,8 @@ template <class T, int V, int K> __global__ void __launch_bounds__(256, 4) combi
         for (int j0 = 0; j0 < a.k; j0 += K) {
             int row[K];
 #pragma unroll
-            for (int j = 0; j < K; j++) row[j] = j0 + j < a.k ? (int)map_row(a.map, t * a.k + j0 + j, a.R, a.error) : -1;
+            for (int j = 0; j < K; j++)
+                row[j] = j0 + j < a.k ? (int)map_row(a.map, t * a.k + j0 + j, a.R, a.error) : -1;
             Words<T, V> v[K];
             uint32_t on = 0; // a skipped slot reads nothing
 #pragma unroll
@@ -200,7 +204,8 @@ template <class T> __global__ void __launch_bounds__(128) dot_kernel(CombineArgs
         const int64_t t = i / a.k, r = map_row(a.map, i, a.R, lane == 0 ? a.error : nullptr);
         float s = 0;
         if (r >= 0 && r < a.R)
-            for (int64_t c = lane; c < a.H; c += 32) s = fmaf(to_float(((const T *)a.out)[t * a.out_r + c]), to_float(((const T *)a.y)[r * a.y_r + c]), s);
+            for (int64_t c = lane; c < a.H; c += 32)
+                s = fmaf(to_float(((const T *)a.out)[t * a.out_r + c]), to_float(((const T *)a.y)[r * a.y_r + c]), s);
         s = warp_sum(s);
         if (lane == 0) store_float(out.p, out.dtype, t * out.s0 + i % a.k * out.s1, s);
     }
@@ -219,7 +224,8 @@ __global__ void dp_sum(DpArgs a)
 {
     depend_wait();
     depend_launch();
-    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < a.T * a.k; i += (int64_t)gridDim.x * blockDim.x) {
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < a.T * a.k;
+         i += (int64_t)gridDim.x * blockDim.x) {
         const int r = a.slot[i];
         float s = 0;
         if (r >= 0)
@@ -239,7 +245,8 @@ template <class T, int V> __global__ void __launch_bounds__(128) dp_sum_bias(DpA
             const int64_t e = load_int(a.ids.p, a.ids.dtype, t * a.ids.s0 + i % a.k * a.ids.s1);
             const T *d = (const T *)a.dout + t * a.dout_r, *b = (const T *)a.bias + e * a.bias_g;
             for (int64_t c = lane * V; c < a.H; c += 32 * V) {
-                const Pack<T, V> x = *(const Pack<T, V> *)(d + c), y = V > 1 ? *(const Pack<T, V> *)(b + c) : Pack<T, V>{b[c * a.bias_n]};
+                const Pack<T, V> x = *(const Pack<T, V> *)(d + c),
+                                 y = V > 1 ? *(const Pack<T, V> *)(b + c) : Pack<T, V>{b[c * a.bias_n]};
 #pragma unroll
                 for (int j = 0; j < V; j++) s = fmaf(to_float(x.v[j]), to_float(y.v[j]), s);
             }
@@ -254,7 +261,8 @@ template <class T> static void dp_bias_launch(const DpArgs &a, Stream &s)
 {
     constexpr int V = 16 / sizeof(T);
     const unsigned grid = (unsigned)fmoe_min((a.T * a.k + 3) / 4, (int64_t)1 << 30);
-    const bool whole = ((uintptr_t)a.dout | (uintptr_t)a.bias) % 16 == 0 && a.dout_r % V == 0 && a.bias_g % V == 0 && a.H % V == 0 && a.bias_n == 1;
+    const bool whole = ((uintptr_t)a.dout | (uintptr_t)a.bias) % 16 == 0 && a.dout_r % V == 0 && a.bias_g % V == 0 &&
+                       a.H % V == 0 && a.bias_n == 1;
     launch(s, Product::DP_BIAS, whole ? dp_sum_bias<T, V> : dp_sum_bias<T, 1>, Grid{grid, 128}, a);
 }
 
@@ -276,7 +284,8 @@ template <class T, int V> __global__ void __launch_bounds__(256) colsum_kernel(C
     const RowMap &m = a.map_value;
     __shared__ float sums[8][COLS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, e = blockIdx.y;
-    const int64_t n0 = blockIdx.x * (int64_t)COLS, n = n0 + lane * V, first = m.off ? m.off[e] : 0, count = m.off ? m.cnt[e] : a.rows;
+    const int64_t n0 = blockIdx.x * (int64_t)COLS, n = n0 + lane * V, first = m.off ? m.off[e] : 0,
+                  count = m.off ? m.cnt[e] : a.rows;
     if (count == 0 && a.accumulate) return;
     float s[V] = {};
     for (int64_t i = warp; i < count && n < a.N; i += 8 * AHEAD) {
@@ -304,7 +313,8 @@ template <class T, int V> __global__ void __launch_bounds__(256) colsum_kernel(C
     if (threadIdx.x >= COLS || column >= a.N) return;
     float sum = 0;
     for (int w = 0; w < 8; w++) sum += sums[w][threadIdx.x];
-    const int64_t o = e * a.out_g + (column >= a.out_split ? a.out_delta + (column - a.out_split) * a.out_n : column * a.out_n);
+    const int64_t o =
+        e * a.out_g + (column >= a.out_split ? a.out_delta + (column - a.out_split) * a.out_n : column * a.out_n);
     if (a.accumulate) sum += load_float(a.out, a.out_dtype, o);
     store_float(a.out, a.out_dtype, o, sum);
 }

@@ -81,28 +81,30 @@ struct Mat {
     int64_t g, r, c;
     int64_t split, delta;
     const MatEntry *list, *list2;
-    int shift;    // a list of equal strides r, c: its matrices lie at p (the lowest) plus multiples of 2^shift bytes; else 0
+    // a list of equal strides r, c: its matrices lie at p (the lowest) plus multiples of 2^shift bytes; else 0.
+    int shift;
     int64_t span; // and the furthest at this multiple
 };
 
-// ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or 1) ----
+// ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or
+// 1) ----
 
-// Of a product that lets the next one in early (sm90/sched.cuh): its CTAs that have the first half of the experts in memory, and whether
-// all have. Zero before its launch.
+// Of a product that lets the next one in early (sm90/sched.cuh): its CTAs that have the first half of the experts in
+// memory, and whether all have. Zero before its launch.
 struct Ready {
     unsigned ctas, all;
 };
 static constexpr int kReady = 2; // such products of a pass: up, which a backward may have to repeat, and dh
 
 struct RowMap {
-    int *off;    // [E+1] first row of each segment
-    int *cnt;    // [E] rows of each expert, padding not counted
-    int *tok;    // [rows] token of each row; a pad row repeats one of its own expert
-    float *prob; // [rows] routing weight; a pad row has 0
-    int *slot;   // [R] row of each (token, choice), -1 when skipped
-    int *ntile;  // [1]
-    int2 *tile;  // tiles of FMOE_CUDA_TILE_M rows: expert, first row
-    int *part;   // [blocks][E] scratch
+    int *off;     // [E+1] first row of each segment
+    int *cnt;     // [E] rows of each expert, padding not counted
+    int *tok;     // [rows] token of each row; a pad row repeats one of its own expert
+    float *prob;  // [rows] routing weight; a pad row has 0
+    int *slot;    // [R] row of each (token, choice), -1 when skipped
+    int *ntile;   // [1]
+    int2 *tile;   // tiles of FMOE_CUDA_TILE_M rows: expert, first row
+    int *part;    // [blocks][E] scratch
     Ready *ready; // [kReady], or NULL: the sort makes them zero
 };
 
@@ -137,8 +139,8 @@ fmoe_status fmoe_cuda_launched(const char *what);
 
 // ---- What an overlapped kernel (launch.cuh) calls ----
 //
-// depend_wait() in every block before it reads or writes anything that an earlier launch touches, and depend_launch() as soon as the next
-// one may be brought in. (Some products begin earlier: sm90/sched.cuh.)
+// depend_wait() in every block before it reads or writes anything that an earlier launch touches, and depend_launch()
+// as soon as the next one may be brought in. (Some products begin earlier: sm90/sched.cuh.)
 
 DEV void depend_wait()
 {
@@ -157,10 +159,10 @@ DEV void depend_launch()
 
 // rowmap.cu
 struct SortArgs {
-    View ids;             // [T,k]
-    const View *p;        // [T,k] or NULL
+    View ids;      // [T,k]
+    const View *p; // [T,k] or NULL
     int64_t T, k, E;
-    uint32_t flags;       // FMOE_SKIP_*
+    uint32_t flags; // FMOE_SKIP_*
     int align;
     int chunk;
     DeviceError *error;
@@ -170,51 +172,54 @@ void rowmap_sort(const SortArgs &a, const RowMap &m, Stream &s);
 void rowmap_clear(Ready *ready, Stream &s); // [kReady], where there is no sort to do it
 // The same, with the map and the counts written to the caller's tensors too.
 void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, Stream &s);
-void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, Stream &s);
+void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error,
+                       Stream &s);
 void rowmap_list(MatEntry *dst, const fmoe_tensor *list, int64_t n, Stream &s);
-// A list of matrices as one: a stack after all where the distances are equal, else by a copy of its pointers on the device. size: of an element.
+// A list of matrices as one: a stack after all where the distances are equal, else by a copy of its pointers on the
+// device. size: of an element.
 Mat rowmap_mat(const fmoe_tensor *list, int64_t n, size_t size, MatEntry *copy, Stream &s);
 
 // sm80/gemm.cu
 struct GemmArgs {
     Mat A, B, D;
     const int *gather_a, *gather_b; // token of each row of A or B, or NULL
-    const void *bias;               // [E,N]: bias_g an expert, bias_n a column, columns from bias_split on bias_delta further
+    // [E,N]: bias_g an expert, bias_n a column, columns from bias_split on bias_delta further.
+    const void *bias;
     int bias_dtype;
     int64_t bias_g, bias_n, bias_split, bias_delta;
-    int64_t M, N, K;                // M: weight gradients only; K: rows form only
-    int64_t E, R;                   // R: most rows
-    int b_rows_are_k;               // rows form: the contraction runs over the rows of B
-    int wgrad;                      // contraction over the expert's rows: D[e] = A^T B
+    int64_t M, N, K;  // M: weight gradients only; K: rows form only
+    int64_t E, R;     // R: most rows
+    int b_rows_are_k; // rows form: the contraction runs over the rows of B
+    int wgrad;        // contraction over the expert's rows: D[e] = A^T B
     int out_f32, accumulate;
-    int a_f32, b_f32;               // an operand is f32 whatever the plan's dtype
-    RowMap map_value;               // off == NULL: one group of R rows
+    int a_f32, b_f32; // an operand is f32 whatever the plan's dtype
+    RowMap map_value; // off == NULL: one group of R rows
 };
 void gemm_sm80(int dtype, const GemmArgs &a, Stream &s);
-// sm80/lora_add.cu, sm80/lora_rows.cu: the same where few k are added to rows, or the result has few columns, or a weight gradient few rows or
-// columns. False: it is not that, and nothing was launched.
-bool lowrank_add(int dtype, const GemmArgs &a, Stream &s);
-bool lowrank_rows(int dtype, const GemmArgs &a, float scale, Stream &s);
-void lowrank_scale(int dtype, void *rows, int64_t n, float by, Stream &s); // of n elements
-bool lowrank_grad(int dtype, const GemmArgs &a, Stream &s);
+// sm80/lora_add.cu, sm80/lora_rows.cu: the same where few k are added to rows, or the result has few columns, or a
+// weight gradient few rows or columns. False: it is not that, and nothing was launched.
+bool lora_add(int dtype, const GemmArgs &a, Stream &s);
+bool lora_rows(int dtype, const GemmArgs &a, float scale, Stream &s);
+void lora_scale(int dtype, void *rows, int64_t n, float by, Stream &s); // of n elements
+bool lora_wgrad(int dtype, const GemmArgs &a, Stream &s);
 
 // act.cu
 struct ActArgs {
     int act;
     float alpha, limit;
     int64_t rows, I;
-    const int *rows_dev;                 // number of rows on the device, or NULL: `rows`
-    const void *h;                       // gate of (r,i) at r*h_r + i*h_i, up h_u further
+    const int *rows_dev; // number of rows on the device, or NULL: `rows`
+    const void *h;       // gate of (r,i) at r*h_r + i*h_i, up h_u further
     int64_t h_r, h_i, h_u;
-    void *a;                             // [rows, a_r]
+    void *a; // [rows, a_r]
     int64_t a_r;
-    const void *da;                      // backward
+    const void *da; // backward
     int64_t da_r;
     void *dh;
     int64_t dh_r, dh_i, dh_u;
-    const float *prob;                   // backward in experts: scale of each row
-    void *pa;                            // prob * a
-    float *dp;                           // <da, a>
+    const float *prob; // backward in experts: scale of each row
+    void *pa;          // prob * a
+    float *dp;         // <da, a>
 };
 void act_forward(int dtype, int gated, const ActArgs &a, Stream &s);
 void act_backward(int dtype, int gated, const ActArgs &a, Stream &s);

@@ -4,16 +4,18 @@
 // forward:  row map | up (gather, activation) | down | combine
 // backward: dh (gather, slope, p*a, dp) | dW2 | dW1 | dx rows | gather-sum, or (FMOE_BORROW_DW1) dW1 at the end
 //
-// Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows come later.
+// Kept for the backward: the row map and h. Workspace holds what lives within one pass; p*a and da lie where dx rows
+// come later.
 //
-// Adapters: before a product its rows pass through one factor, into rows of `rank` columns, which with the other factor are further steps of
-// the product. l1 = x A1 is kept too; p*l2 is made of p*a.
+// Adapters: before a product its rows pass through one factor, into rows of `rank` columns, which with the other factor
+// are further steps of the product. l1 = x A1 is kept too; p*l2 is made of p*a.
 #include "sm80/decode.cuh"
 #include "ops.cuh"
 #include "products.cuh"
 
 static constexpr size_t kAlign = 4096; // rows of large buffers begin with a page of memory
-static constexpr size_t kSavedAlign = 256; // as the API asks of it: offsets do not depend on the address, so that a caller may move it
+// As the API asks of it: offsets do not depend on the address, so that a caller may move it.
+static constexpr size_t kSavedAlign = 256;
 
 // ---- Buffers: one walk gives sizes and pointers ----
 
@@ -36,7 +38,7 @@ static void *take_rows(fmoe_carve *c, const Layer &l, int64_t cols)
 }
 
 // Rows of an adapter, their pitch a multiple of 16 bytes; none for rank 0.
-static Rows take_low(fmoe_carve *c, const Layer &l, int64_t rank)
+static Rows take_lora(fmoe_carve *c, const Layer &l, int64_t rank)
 {
     const int64_t pitch = (rank + 7) / 8 * 8;
     return Rows{take_rows(c, l, pitch), rank, pitch};
@@ -69,13 +71,14 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
-    // h is used up when y is written. Few tokens may leave parts of sums there, and what they need so do all larger batches: a workspace
-    // for one is enough for the other.
-    const int64_t columns = fmoe_max(l.HC, l.H), few = fmoe_min(l.T, fmoe_cuda_most_decode_cols(&l.plan->shape)) * l.k;
+    // h is used up when y is written. Few tokens may leave parts of sums there, and what they need so do all larger
+    // batches: a workspace for one is enough for the other.
+    const int64_t columns = fmoe_max(l.HC, l.H),
+                  few = fmoe_min(l.T, fmoe_cuda_most_decode_nmajor(&l.plan->shape)) * l.k;
     const int64_t rows = fmoe_ceil_div(few * (l.HC + l.H) * DECODE_PARTS * (int64_t)sizeof(float), columns * 2);
     f.h = f.y = fmoe_carve_take(c, fmoe_max(l.rows, rows), (size_t)columns * (l.dtype == FMOE_F32 ? 4 : 2));
-    f.l1 = take_low(c, l, d.rank1);
-    f.l2 = take_low(c, l, d.rank2);
+    f.l1 = take_lora(c, l, d.rank1);
+    f.l2 = take_lora(c, l, d.rank2);
     return f;
 }
 
@@ -100,15 +103,16 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d
     const uint32_t flags = d.flags;
     b.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
     b.lists = carve_lists(c, l.E, true);
-    // What a thread has read for the last time it writes over: dh where h was, if h is ours; p*a where da was (and dx where p*a was).
+    // What a thread has read for the last time it writes over: dh where h was, if h is ours; p*a where da was (and dx
+    // where p*a was).
     if (flags & FMOE_RECOMPUTE) b.h = b.dh = take_rows(c, l, l.HC);
     else if (!(flags & FMOE_REUSE_SAVED)) b.dh = take_rows(c, l, l.HC);
     if (!borrows(l, d)) b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
     b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
-    if (flags & FMOE_RECOMPUTE) b.l1 = take_low(c, l, d.rank1);
-    b.l2 = take_low(c, l, d.rank2);
-    b.m1 = take_low(c, l, d.rank1);
-    b.m2 = take_low(c, l, d.rank2);
+    if (flags & FMOE_RECOMPUTE) b.l1 = take_lora(c, l, d.rank1);
+    b.l2 = take_lora(c, l, d.rank2);
+    b.m1 = take_lora(c, l, d.rank1);
+    b.m2 = take_lora(c, l, d.rank2);
     if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
     return b;
 }
@@ -135,15 +139,17 @@ static Layer make_layer(const fmoe_plan_impl *p, int64_t T, Stream *stream)
 fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved)
 {
     if (T > (INT32_MAX - FMOE_CUDA_ALIGN * p->d.E) / p->d.k)
-        return FAIL(FMOE_ERR_OVERFLOW, "T = %lld times k = %lld routed rows do not fit the CUDA backend's 2^31", (long long)T, (long long)p->d.k);
+        return FAIL(FMOE_ERR_OVERFLOW, "T = %lld times k = %lld routed rows do not fit the CUDA backend's 2^31",
+                    (long long)T, (long long)p->d.k);
     const Layer l = make_layer(p, T, nullptr);
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(nullptr, kAlign), s = fmoe_carve_begin(nullptr, kSavedAlign);
     if (pass == FMOE_FORWARD) carve_forward(&c, l, p->d, true);
     else carve_backward(&c, l, p->d);
     carve_map(&s, l.R, l.rows, l.E);
-    if (!recompute) take_rows(&s, l, l.HC), take_low(&s, l, p->d.rank1);
-    if (c.overflow || s.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
+    if (!recompute) take_rows(&s, l, l.HC), take_lora(&s, l, p->d.rank1);
+    if (c.overflow || s.overflow)
+        return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld tokens does not fit 64 bits", (long long)T);
     if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = s.used;
     return FMOE_OK;
@@ -162,8 +168,9 @@ static Mat stack_mat(const fmoe_tensor *t)
     return m;
 }
 
-// W1 (or its gradient) in the order of h: all gates, then all ups, or (l.mixed) as an interleaved stack has them.
-static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weights *w, MatEntry *const list[3], size_t size)
+// W1 (or its gradient) in the order of h: all gates, then all ups, or (l.interleaved) as an interleaved stack has them.
+static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weights *w, MatEntry *const list[3],
+                        size_t size)
 {
     Weight v = {};
     v.rows = l.HC;
@@ -172,7 +179,7 @@ static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weig
     if (w->w1) {
         const Mat m = stack_mat(w->w1);
         const bool inter = p->gated && (p->d.flags & FMOE_INTERLEAVED);
-        v.single = !inter || l.mixed;
+        v.single = !inter || l.interleaved;
         v.strided = true;
         v.whole = v.part[0] = v.part[1] = m;
         v.part[1].p = (char *)m.p + (size_t)((inter ? 1 : l.I) * m.r) * size;
@@ -243,7 +250,7 @@ static Bias b1_bias(const Layer &l, const fmoe_plan_impl *p, const fmoe_tensor *
     Bias v = {};
     v.split = INT64_MAX;
     if (!b) return v;
-    const bool apart = p->gated && (p->d.flags & FMOE_INTERLEAVED) && !l.mixed;
+    const bool apart = p->gated && (p->d.flags & FMOE_INTERLEAVED) && !l.interleaved;
     v.p = fmoe_data(b);
     v.g = fmoe_stride(b, 0);
     v.n = (apart ? 2 : 1) * fmoe_stride(b, 1);
@@ -275,22 +282,23 @@ static ActArgs act_args(const Layer &l, const fmoe_plan_impl *p, const void *h)
     a.I = l.I;
     a.h = h;
     a.h_r = a.dh_r = l.HC;
-    a.h_i = a.dh_i = l.mixed ? 2 : 1;
-    a.h_u = a.dh_u = l.mixed ? 1 : l.I;
+    a.h_i = a.dh_i = l.interleaved ? 2 : 1;
+    a.h_u = a.dh_u = l.interleaved ? 1 : l.I;
     a.a_r = a.da_r = l.I;
     return a;
 }
 
-// Whether the forward fuses the activation with gates and ups apart; if it does not, h takes the order of an interleaved stack. Forward and
-// backward decide this alike, from x and the weights.
-static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3], const Low &low, Weight *w1)
+// Whether the forward fuses the activation with gates and ups apart; if it does not, h takes the order of an
+// interleaved stack. Forward and backward decide this alike, from x and the weights.
+static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3],
+                         const Lora &lora, Weight *w1)
 {
     const size_t size = fmoe_dtype_size(l.dtype);
     *w1 = w1_weight(l, p, &a->w, list, size);
     const bool alternate = !w1->single && a->w.w1; // B1's rows too then: no fused product takes them
-    if (!(alternate && low.rows.cols) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1, low)) return true;
+    if (!(alternate && lora.rows.cols) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1, lora)) return true;
     if (alternate) {
-        l.mixed = true;
+        l.interleaved = true;
         *w1 = w1_weight(l, p, &a->w, list, size);
     }
     return false;
@@ -342,34 +350,37 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
-    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream)) return fmoe_cuda_launched("experts forward (decode)");
+    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream))
+        return fmoe_cuda_launched("experts forward (decode)");
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = nullptr;
-    if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_low(&s, l, p->d.rank1);
+    if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_lora(&s, l, p->d.rank1);
     l.map = f.map;
     l.map.ready = l.ready = f.ready;
     sort_rows(l, p, a, f.part);
 
     Weight w1;
-    const Low low1 = {f.l1, b1_factor(l, p, a->w.lora_b1)}, low2 = {f.l2, factor_weight(a->w.lora_b2)};
-    const bool apart = decide_fused(l, p, a, f.lists.w, low1, &w1);
+    const Lora lora1 = {f.l1, b1_factor(l, p, a->w.lora_b1)}, lora2 = {f.l2, factor_weight(a->w.lora_b2)};
+    const bool apart = decide_fused(l, p, a, f.lists.w, lora1, &w1);
     const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
     const void *x = fmoe_data(a->x);
     const int64_t ldx = fmoe_stride(a->x, 0);
     const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
-    const bool fused = apart || up_pairs_ok(l, x, ldx, w1, b1, low1);
-    if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, f.l1);
+    const bool fused = apart || up_pairs_ok(l, x, ldx, w1, b1, lora1);
+    if (p->d.rank1)
+        lora_in_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, f.l1);
     if (fused) {
-        up_fused(l, x, ldx, w1, b1, low1, h, f.a);
+        up_fused(l, x, ldx, w1, b1, lora1, h, f.a);
     } else {
         if (!h) h = f.h;
-        up_product(l, x, ldx, w1, b1, low1, h);
+        up_product(l, x, ldx, w1, b1, lora1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
         act_forward(l.dtype, p->gated, act, *l.stream);
     }
-    if (p->d.rank2) low_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, a->w.lora_scale2, f.l2);
-    down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), low2, f.y);
+    if (p->d.rank2)
+        lora_in_product(l, Rows{f.a, l.I, l.I}, false, factor_weight(a->w.lora_a2), false, a->w.lora_scale2, f.l2);
+    down_product(l, f.a, w2, b2_bias(p->d.flags & FMOE_BIAS ? a->w.b2 : nullptr), lora2, f.y);
     const View probs = view(a->weights);
     combine(l, f.y, &probs, a->out, run->flags & FMOE_ADD_OUT ? 1 : 0);
     FMOE_TRY(l.status);
@@ -378,7 +389,8 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
 
 static int grad_f32(const fmoe_tensor *t) { return fmoe_tensor_dtype(t) == FMOE_F32; }
 
-static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, const Backward &b, int add, bool second)
+static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, const Backward &b,
+                                int add, bool second)
 {
     const fmoe_weights *dw = &a->dw;
     const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
@@ -390,7 +402,8 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
     }
     if (!second && (dw->w1 || list)) {
         const int f32 = grad_f32(dw->w1 ? dw->w1 : dw->gate ? dw->gate : dw->up);
-        dw1_product(l, borrows(l, p->d) ? Product::DW1_BORROWED : Product::DW1, b.dh, x, ldx, w1_weight(l, p, dw, b.lists.dw, f32 ? 4 : 2), f32, add);
+        dw1_product(l, borrows(l, p->d) ? Product::DW1_BORROWED : Product::DW1, b.dh, x, ldx,
+                    w1_weight(l, p, dw, b.lists.dw, f32 ? 4 : 2), f32, add);
     }
     ColsumArgs s = {};
     s.E = l.E;
@@ -404,7 +417,8 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         s.gather = l.map.tok;
         s.prob = l.map.prob;
         const Bias o = b2_bias(dw->b2);
-        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b2), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
+        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b2), s.out_g = o.g, s.out_n = o.n,
+        s.out_split = o.split, s.out_delta = o.delta;
         colsum_rows(s, *l.stream);
     }
     if (!second && dw->b1) {
@@ -412,7 +426,8 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
         s.a = b.dh;
         s.a_r = l.HC;
         const Bias o = b1_bias(l, p, dw->b1);
-        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b1), s.out_g = o.g, s.out_n = o.n, s.out_split = o.split, s.out_delta = o.delta;
+        s.out = (void *)o.p, s.out_dtype = fmoe_tensor_dtype(dw->b1), s.out_g = o.g, s.out_n = o.n,
+        s.out_split = o.split, s.out_delta = o.delta;
         colsum_rows(s, *l.stream);
     }
     return l.status;
@@ -422,15 +437,22 @@ static fmoe_status weight_grads(Layer &l, const fmoe_plan_impl *p, const fmoe_ex
 static void factor_grads(Layer &l, const fmoe_experts_args *a, const Backward &b, int add, bool second)
 {
     const fmoe_weights *w = &a->w, *dw = &a->dw;
-    const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)}, dout = {fmoe_data(a->dout), l.H, fmoe_stride(a->dout, 0)};
+    const Rows x = {fmoe_data(a->x), l.H, fmoe_stride(a->x, 0)},
+               dout = {fmoe_data(a->dout), l.H, fmoe_stride(a->dout, 0)};
     const Rows dh = {b.dh, l.HC, l.HC}, pa = {b.pa, l.I, l.I};
     if (second && dw->lora_b2) {
-        low_product(l, pa, false, factor_weight(w->lora_a2), false, w->lora_scale2, b.l2);
-        low_grad(l, Product::LORA_DB2, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2), add);
+        lora_in_product(l, pa, false, factor_weight(w->lora_a2), false, w->lora_scale2, b.l2);
+        lora_grad_product(l, Product::LORA_DB2, dout, true, b.l2, false, stack_mat(dw->lora_b2), grad_f32(dw->lora_b2),
+                          add);
     }
-    if (second && dw->lora_a2) low_grad(l, Product::LORA_D, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2), add);
-    if (!second && dw->lora_b1) low_grad(l, Product::LORA_D, dh, false, b.l1, false, stack_mat(dw->lora_b1), grad_f32(dw->lora_b1), add);
-    if (!second && dw->lora_a1) low_grad(l, Product::LORA_D, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
+    if (second && dw->lora_a2)
+        lora_grad_product(l, Product::LORA_D, b.m2, false, pa, false, stack_mat(dw->lora_a2), grad_f32(dw->lora_a2),
+                          add);
+    if (!second && dw->lora_b1)
+        lora_grad_product(l, Product::LORA_D, dh, false, b.l1, false, stack_mat(dw->lora_b1), grad_f32(dw->lora_b1),
+                          add);
+    if (!second && dw->lora_a1)
+        lora_grad_product(l, Product::LORA_D, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
 }
 
 fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
@@ -447,7 +469,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Backward b = carve_backward(&c, l, p->d);
     l.map = carve_map(&s, l.R, l.rows, l.E);
-    if (!recompute) b.h = take_rows(&s, l, l.HC), b.l1 = take_low(&s, l, p->d.rank1);
+    if (!recompute) b.h = take_rows(&s, l, l.HC), b.l1 = take_lora(&s, l, p->d.rank1);
     if (!b.dh) b.dh = b.h;
     const bool borrow = borrows(l, p->d);
     if (borrow) b.dxr = b.pa = b.da = (void *)(((uintptr_t)fmoe_data(a->dw.w1) + kAlign - 1) / kAlign * kAlign);
@@ -459,27 +481,30 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
 
     const fmoe_weights *dw = &a->dw;
     Weight w1;
-    const Low low1 = {b.l1, b1_factor(l, p, a->w.lora_b1)}, back1 = {b.m1, factor_weight(a->w.lora_a1)}, back2 = {b.m2, factor_weight(a->w.lora_a2)};
-    const bool fused = decide_fused(l, p, a, b.lists.w, low1, &w1);
+    const Lora lora1 = {b.l1, b1_factor(l, p, a->w.lora_b1)}, back1 = {b.m1, factor_weight(a->w.lora_a1)},
+               back2 = {b.m2, factor_weight(a->w.lora_a2)};
+    const bool fused = decide_fused(l, p, a, b.lists.w, lora1, &w1);
     const Weight w2 = w2_weight(l, &a->w, b.lists.w[2], fmoe_dtype_size(l.dtype));
     const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
     const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
     const bool bias = p->d.flags & FMOE_BIAS;
     const bool any_dw1 = dw->w1 || dw->gate || dw->up || dw->b1, any_dw2 = dw->w2 || dw->down || dw->b2;
-    const bool any_low1 = dw->lora_a1 || dw->lora_b1, any_low2 = dw->lora_a2 || dw->lora_b2;
+    const bool any_lora1 = dw->lora_a1 || dw->lora_b1, any_lora2 = dw->lora_a2 || dw->lora_b2;
 
     int parts = 1;
     const bool fused_dh = dh_fused_ok(l, dout, ldd, w2, back2);
     l.ready = b.ready;
     if (fused || fused_dh) rowmap_clear(l.ready, *l.stream);
-    if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_low1 || any_low2) {
+    if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_lora1 || any_lora2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);
-            if (p->d.rank1) low_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, b.l1);
-            if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, low1, h, b.pa);
-            else up_product(l, x, ldx, w1, b1, low1, h);
+            if (p->d.rank1)
+                lora_in_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, b.l1);
+            if (fused && !w1.single) up_fused(l, x, ldx, w1, b1, lora1, h, b.pa);
+            else up_product(l, x, ldx, w1, b1, lora1, h);
         }
-        if (p->d.rank2) low_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, a->w.lora_scale2, b.m2);
+        if (p->d.rank2)
+            lora_in_product(l, Rows{dout, l.H, ldd}, true, factor_weight(a->w.lora_b2), true, a->w.lora_scale2, b.m2);
         if (fused_dh) {
             parts = dh_fused(l, dout, ldd, w2, back2, h, b.dh, b.pa, b.dp);
         } else {
@@ -491,17 +516,16 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
             act.pa = b.pa;
             act.dp = a->dweights ? b.dp : nullptr;
             act_backward(l.dtype, p->gated, act, *l.stream);
-            }
+        }
     }
     if (any_dw2) FMOE_TRY(weight_grads(l, p, a, b, add, true));
-    if (any_low2) factor_grads(l, a, b, add, true);
+    if (any_lora2) factor_grads(l, a, b, add, true);
     if (any_dw1 && !borrow) FMOE_TRY(weight_grads(l, p, a, b, add, false));
     const bool through1 = p->d.rank1 && (a->dx || dw->lora_a1);
-    if (through1) low_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, a->w.lora_scale1, b.m1);
-    if (any_low1) factor_grads(l, a, b, add, false);
-    if (a->dx) {
-        dx_product(l, b.dh, w1, back1, b.dxr);
-    }
+    if (through1)
+        lora_in_product(l, Rows{b.dh, l.HC, l.HC}, false, factor_weight(a->w.lora_b1), true, a->w.lora_scale1, b.m1);
+    if (any_lora1) factor_grads(l, a, b, add, false);
+    if (a->dx) { dx_product(l, b.dh, w1, back1, b.dxr); }
     if (a->dweights) {
         DpArgs d = {};
         d.T = l.T, d.k = l.k, d.H = l.H, d.E = l.E;
@@ -513,7 +537,8 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         d.out = view(a->dweights);
         d.dout = dout;
         d.dout_r = ldd;
-        if (bias && a->w.b2) d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);
+        if (bias && a->w.b2)
+            d.bias = fmoe_data(a->w.b2), d.bias_g = fmoe_stride(a->w.b2, 0), d.bias_n = fmoe_stride(a->w.b2, 1);
         dp_reduce(l.dtype, d, *l.stream);
     }
     if (a->dx) combine(l, b.dxr, nullptr, a->dx, run->flags & FMOE_ADD_DX ? 1 : 0);

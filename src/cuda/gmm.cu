@@ -83,7 +83,10 @@ static Weight gmm_weight(const Groups &g)
     return w;
 }
 
-static Rows rows_of(const fmoe_tensor *t) { return Rows{fmoe_stride(t, 1) == 1 ? fmoe_data(t) : nullptr, t->shape[1], fmoe_stride(t, 0)}; }
+static Rows rows_of(const fmoe_tensor *t)
+{
+    return Rows{fmoe_stride(t, 1) == 1 ? fmoe_data(t) : nullptr, t->shape[1], fmoe_stride(t, 0)};
+}
 
 static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, Stream &s)
 {
@@ -125,7 +128,8 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         a.out_f32 = is_f32(g.dx);
         a.accumulate = (flags & FMOE_ADD_DX) != 0;
         const bool same = !a.a_f32 && !a.out_f32 && !a.accumulate;
-        if (!same || !gmm_rows(l, rows_of(g.dy), gmm_weight(g), false, Bias{}, rows_of(g.dx))) gemm_sm80(p->d.dtype, a, s);
+        if (!same || !gmm_rows(l, rows_of(g.dy), gmm_weight(g), false, Bias{}, rows_of(g.dx)))
+            gemm_sm80(p->d.dtype, a, s);
         if (g.map.off && !a.accumulate) {
             const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
             zero_rows(a.D.p, R, K * size, a.D.r * size, g.map.off + g.E, s);
@@ -143,7 +147,8 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
         a.out_f32 = is_f32(g.dw);
         a.accumulate = add;
         // Adding in 16 bits would round twice there.
-        if (a.b_f32 || (add && !a.out_f32) || !gmm_wgrad(l, rows_of(g.x), rows_of(g.dy), a.D, a.out_f32, add)) gemm_sm80(p->d.dtype, a, s);
+        if (a.b_f32 || (add && !a.out_f32) || !gmm_wgrad(l, rows_of(g.x), rows_of(g.dy), a.D, a.out_f32, add))
+            gemm_sm80(p->d.dtype, a, s);
     }
     if (g.dbias) {
         ColsumArgs a = {};
@@ -166,7 +171,8 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
 }
 
 // sizes: none is one group of all rows. The row map is what is left of the workspace.
-static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative, fmoe_carve workspace, const fmoe_run *run, bool forward, Stream &s)
+static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative,
+                              fmoe_carve workspace, const fmoe_run *run, bool forward, Stream &s)
 {
     if (sizes.p || plan_of(p)->path == FMOE_PATH_SM90) {
         const int64_t R = gmm_count(g);
@@ -194,8 +200,8 @@ static bool join(const fmoe_tensor *list, int64_t n, Joined *j)
         if (!t->shape[0]) continue;
         if (!first) first = t;
         const char *next = (const char *)fmoe_data(first) + rows * fmoe_stride(first, 0) * (first->dtype.bits / 8);
-        if (fmoe_data(t) != next || t->shape[1] != first->shape[1] || fmoe_stride(t, 0) != fmoe_stride(first, 0) || fmoe_stride(t, 1) != fmoe_stride(first, 1) ||
-            fmoe_tensor_dtype(t) != fmoe_tensor_dtype(first))
+        if (fmoe_data(t) != next || t->shape[1] != first->shape[1] || fmoe_stride(t, 0) != fmoe_stride(first, 0) ||
+            fmoe_stride(t, 1) != fmoe_stride(first, 1) || fmoe_tensor_dtype(t) != fmoe_tensor_dtype(first))
             return false;
         rows += t->shape[0];
     }
@@ -210,7 +216,8 @@ static bool alike(const fmoe_tensor *list, int64_t n)
 {
     bool same = true;
     for (int64_t i = 1; list && i < n; i++)
-        same = same && list[i].shape[0] == list->shape[0] && list[i].shape[1] == list->shape[1] && fmoe_tensor_dtype(list + i) == fmoe_tensor_dtype(list);
+        same = same && list[i].shape[0] == list->shape[0] && list[i].shape[1] == list->shape[1] &&
+               fmoe_tensor_dtype(list + i) == fmoe_tensor_dtype(list);
     return same;
 }
 
@@ -222,15 +229,30 @@ static const fmoe_tensor *whole(Joined &j, const fmoe_tensor *list)
 
 static const fmoe_tensor *nth(const fmoe_tensor *t, int64_t i) { return t ? t + i : nullptr; }
 
-// A list whose rows lie one after the other and whose matrices are alike runs as a stack does, in one launch; any other group by group.
-static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, Stream &s)
+// A list whose rows lie one after the other and whose matrices are alike runs as a stack does, in one launch; any other
+// group by group.
+static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward,
+                            Stream &s)
 {
     const int64_t E = p->d.E;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kOpsAlign);
     const GmmLists lists = carve_lists(&c, E);
     Joined x, y, dy, dx;
-    if (!a->bias && !a->dbias && alike(a->w, E) && alike(a->dw, E) && join(a->x, E, &x) && join(a->y, E, &y) && join(a->dy, E, &dy) && join(a->dx, E, &dx)) {
-        Groups g = {whole(x, a->x), a->w, nullptr, whole(y, a->y), whole(dy, a->dy), whole(dx, a->dx), a->dw, nullptr, E, 0, {}, {}, {}};
+    if (!a->bias && !a->dbias && alike(a->w, E) && alike(a->dw, E) && join(a->x, E, &x) && join(a->y, E, &y) &&
+        join(a->dy, E, &dy) && join(a->dx, E, &dx)) {
+        Groups g = {whole(x, a->x),
+                    a->w,
+                    nullptr,
+                    whole(y, a->y),
+                    whole(dy, a->dy),
+                    whole(dx, a->dx),
+                    a->dw,
+                    nullptr,
+                    E,
+                    0,
+                    {},
+                    {},
+                    {}};
         if (g.w) g.w_mat = rowmap_mat(a->w, E, fmoe_dtype_size(p->d.dtype), lists.w, s);
         if (g.dw) g.dw_mat = rowmap_mat(a->dw, E, fmoe_dtype_size(fmoe_tensor_dtype(a->dw)), lists.dw, s);
         rowmap_list(lists.rows, a->x ? a->x : a->dy, E, s);
@@ -238,7 +260,19 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
         return gmm_groups(p, g, sizes, 0, c, run, forward, s);
     }
     for (int64_t i = 0; i < E; i++) {
-        Groups g = {nth(a->x, i), nth(a->w, i), nth(a->bias, i), nth(a->y, i), nth(a->dy, i), nth(a->dx, i), nth(a->dw, i), nth(a->dbias, i), 1, 0, {}, {}, {}};
+        Groups g = {nth(a->x, i),
+                    nth(a->w, i),
+                    nth(a->bias, i),
+                    nth(a->y, i),
+                    nth(a->dy, i),
+                    nth(a->dx, i),
+                    nth(a->dw, i),
+                    nth(a->dbias, i),
+                    1,
+                    0,
+                    {},
+                    {},
+                    {}};
         if (g.w) g.w_mat = matrix(g.w, 0);
         if (g.dw) g.dw_mat = matrix(g.dw, 0);
         FMOE_TRY(gmm_groups(p, g, View{}, 0, c, run, forward, s));
@@ -246,12 +280,14 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
     return FMOE_OK;
 }
 
-static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward, Stream &s)
+static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward,
+                             Stream &s)
 {
     Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, p->d.E, 1, {}, {}, {}};
     if (g.w) g.w_mat = matrix(g.w, 1);
     if (g.dw) g.dw_mat = matrix(g.dw, 1);
-    return gmm_groups(p, g, view(a->sizes), a->cumulative, fmoe_carve_begin(run->workspace, kOpsAlign), run, forward, s);
+    return gmm_groups(p, g, view(a->sizes), a->cumulative, fmoe_carve_begin(run->workspace, kOpsAlign), run, forward,
+                      s);
 }
 
 static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward)
@@ -261,5 +297,11 @@ static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, cons
     return fmoe_cuda_launched("grouped matmul");
 }
 
-fmoe_status gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run) { return gmm_run(p, a, run, true); }
-fmoe_status gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run) { return gmm_run(p, a, run, false); }
+fmoe_status gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run)
+{
+    return gmm_run(p, a, run, true);
+}
+fmoe_status gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run)
+{
+    return gmm_run(p, a, run, false);
+}

@@ -1,36 +1,59 @@
 // SPDX-License-Identifier: Apache-2.0
 // launch.cuh - the one way to launch a kernel, and the one place that says when a launch may begin.
 //
-// A launch waits: it begins when everything before it in the stream has ended. From compute capability 9.0 on it can begin under the
-// tail of the launch before it (programmatic dependent launch), and then only what the kernels do orders the two. A mistake there is a
-// silent race, so nothing but the two tables below grants it:
+// A launch waits: it begins when everything before it in the stream has ended. From compute capability 9.0 on it can
+// begin under the tail of the launch before it (programmatic dependent launch), and then only what the kernels do
+// orders the two. A mistake there is a silent race, so nothing but the two tables below grants it.
 //
-//   kProducts  the kernel is OVERLAPPED: its blocks come in as those of the launch before leave, and every one of them calls
-//              depend_wait() before it touches anything that an earlier launch reads or writes. (The kernels of a decode step call it
-//              later: what they touch before it, no launch but the first of the step can still be at work on, and that one waited.)
-//   kEarly     a Hopper product may go further and read results of the launch before while that one is still running (sm90/sched.cuh).
+// kProducts: the kernel is OVERLAPPED. Its blocks come in as those of the launch before leave, and every one of them
+// calls depend_wait() before it touches anything that an earlier launch reads or writes. (The kernels of a decode step
+// call it later: what they touch before it, no launch but the first of the step can still be at work on, and that one
+// waited.)
+//
+// kEarly: a Hopper product may go further and read results of the launch before while that one is still running
+// (sm90/sched.cuh).
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstddef>
 
-// What a launch does. The products of the layer have these names only on the Hopper kernels; on the general one they are GEMM.
+// What a launch does. The products of the layer have these names only on the Hopper kernels; on the general one they
+// are GEMM.
 enum class Product {
     NONE, // nothing was launched in this call
-    ROUTE, ROUTE_SMALL,
-    SORT, CLEAR_READY, SIZES, LIST,
-    GEMM, LORA_ADD, LORA_ROWS, LORA_SCALE, LORA_WGRAD,
-    ACT, COMBINE, SCATTER, ZERO, DOT, DP, DP_BIAS, COLSUM,
+    ROUTE,
+    ROUTE_SMALL,
+    SORT,
+    CLEAR_READY,
+    SIZES,
+    LIST,
+    GEMM,
+    LORA_ADD,
+    LORA_ROWS,
+    LORA_SCALE,
+    LORA_WGRAD,
+    ACT,
+    COMBINE,
+    SCATTER,
+    ZERO,
+    DOT,
+    DP,
+    DP_BIAS,
+    COLSUM,
     DECODE,
-    GATHER,       // gathered rows x weights, no activation: up or da
-    UP,           // with the activation
-    DOWN, DH, DX,
-    DW1, DW2,
+    GATHER, // gathered rows x weights, no activation: up or da
+    UP,     // with the activation
+    DOWN,
+    DH,
+    DX,
+    DW1,
+    DW2,
     DW1_BORROWED, // FMOE_BORROW_DW1: over p*a and the rows of dx
     LORA_IN,      // rows x the first factor of an adapter, whose rank is large
     LORA_DB2,     // the gradient of an adapter's factor B2, rank large
     LORA_D,       // and of the others
-    GMM_ROWS, GMM_WGRAD,
+    GMM_ROWS,
+    GMM_WGRAD,
     COUNT
 };
 
@@ -87,10 +110,10 @@ static_assert(in_order(), "kProducts has a line for each product, in their order
 
 static constexpr const ProductTraits &traits(Product product) { return kProducts[(int)product]; }
 
-// Early starts: `after` reads rows of the first half of the experts while `before`, the launch before it, is at work on the second half;
-// then it waits for `before` as a whole, and only after that it lets the next launch in. So of all earlier launches only `before` can
-// still be running. A pair is safe if `after` writes nothing that `before` reads or writes, and reads of what `before` writes only the
-// rows it multiplies, in the order of experts.
+// Early starts: `after` reads rows of the first half of the experts while `before`, the launch before it, is at work on
+// the second half; then it waits for `before` as a whole, and only after that it lets the next launch in. So of all
+// earlier launches only `before` can still be running. A pair is safe if `after` writes nothing that `before` reads or
+// writes, and reads of what `before` writes only the rows it multiplies, in the order of experts.
 static constexpr struct {
     Product before, after;
 } kEarly[] = {
@@ -99,7 +122,8 @@ static constexpr struct {
     {Product::DH, Product::DW1},       // reads dh; writes dW1
     {Product::DW2, Product::DW1},      // reads dh, complete since dW2 let it in; dW2 itself nobody reads
     {Product::LORA_DB2, Product::DW1}, // the same: a gradient nobody reads
-    {Product::DW1, Product::DX},       // reads dh; writes the rows of dx over p*a, whose readers had ended when dW1 let it in
+    // Reads dh; writes the rows of dx over p*a, whose readers had ended when dW1 let it in.
+    {Product::DW1, Product::DX},
     // Not here, though they look alike:
     //   DH or DW2, DX: the rows of dx lie where p*a is, which dh writes and dW2 reads.
     //   DW1_BORROWED after anything: it lies over p*a and the rows of dx, which the launch before reads or writes.
@@ -147,7 +171,8 @@ static inline cudaError_t launch(Stream &s, Product product, void (*kernel)(P...
         c.numAttrs++;
     }
     c.attrs = at;
-    // A list of pointers is no product: it begins when all before it has ended, and who reads lists does not begin early.
+    // A list of pointers is no product: it begins when all before it has ended, and who reads lists does not begin
+    // early.
     if (product != Product::LIST) s.last = product;
     return cudaLaunchKernelEx(&c, kernel, (P)args...);
 }

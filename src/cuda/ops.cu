@@ -84,7 +84,8 @@ fmoe_status permute_forward(const fmoe_plan_impl *p, const fmoe_permute_args *a,
     return fmoe_cuda_launched("permute forward");
 }
 
-static CombineArgs sum_args(const fmoe_plan_impl *p, const fmoe_tensor *rows, const fmoe_tensor *map, const fmoe_tensor *out)
+static CombineArgs sum_args(const fmoe_plan_impl *p, const fmoe_tensor *rows, const fmoe_tensor *map,
+                            const fmoe_tensor *out)
 {
     CombineArgs g = {};
     g.T = out->shape[0], g.k = p->d.k, g.H = p->d.H;
@@ -146,7 +147,8 @@ fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t
     (void)pass;
     fmoe_carve c = fmoe_carve_begin(nullptr, kOpsAlign);
     const int64_t k = p->d.op == FMOE_OP_PERMUTE ? p->d.k : 1;
-    if (T > INT32_MAX / k) return FAIL(FMOE_ERR_OVERFLOW, "T = %lld rows do not fit the CUDA backend's 2^31", (long long)T);
+    if (T > INT32_MAX / k)
+        return FAIL(FMOE_ERR_OVERFLOW, "T = %lld rows do not fit the CUDA backend's 2^31", (long long)T);
     if (p->d.op == FMOE_OP_PERMUTE) carve_sort(&c, T * k, p->d.E);
     if (p->d.op == FMOE_OP_GROUPED_MATMUL) gmm_carve(&c, T, p->d.E);
     if (c.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld does not fit 64 bits", (long long)T);

@@ -9,7 +9,8 @@ struct DeviceScope {
     explicit DeviceScope(int device)
     {
         if (cudaGetDevice(&before) != cudaSuccess || before == device) before = -1;
-        cudaSetDevice(device); // always: a thread that has called nothing yet has no context, and making tensor maps needs one
+        // always: a thread that has called nothing yet has no context, and making tensor maps needs one.
+        cudaSetDevice(device);
     }
     ~DeviceScope()
     {
@@ -29,10 +30,10 @@ static inline View view(const fmoe_tensor *t)
 fmoe_status plan_report(const Plan *plan);
 
 // What every run call begins with.
-#define BEGIN(p)                        \
-    const Plan *plan = plan_of(p);      \
-    DeviceScope scope(plan->device);    \
-    FMOE_TRY(plan_report(plan));        \
+#define BEGIN(p)                                                                                                       \
+    const Plan *plan = plan_of(p);                                                                                     \
+    DeviceScope scope(plan->device);                                                                                   \
+    FMOE_TRY(plan_report(plan));                                                                                       \
     Stream s = stream_of(plan, run)
 
 fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);

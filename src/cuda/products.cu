@@ -4,24 +4,26 @@
 
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
-// Begins early where launch.cuh grants it, some product of this pass says in memory how far it is, and nothing else that it reads may come
-// from the launch before: a list of pointers, or the rows of an adapter's rank.
+// Begins early where launch.cuh grants it, some product of this pass says in memory how far it is, and nothing else
+// that it reads may come from the launch before: a list of pointers, or the rows of an adapter's rank.
 static bool run_hopper(Layer &l, Product product, Sm90Kernel kernel, int f32, Sm90Args &a)
 {
-    const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list, low = a.low_steps || a.low_tail;
-    a.halves = traits(product).lets_in_early;
-    if (a.halves) l.readies++;
+    const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list,
+               lora = a.lora_steps || a.lora_tail;
+    a.lets_in_early = traits(product).lets_in_early;
+    if (a.lets_in_early) l.readies++;
     a.ready = l.readies ? &l.ready[l.readies - 1] : nullptr;
-    a.begin = may_begin_early(l.stream->last, product) && a.ready && !list && !low ? SM90_EARLY : SM90_AFTER;
+    a.begin = may_begin_early(l.stream->last, product) && a.ready && !list && !lora ? SM90_EARLY : SM90_AFTER;
     const cudaError_t e = sm90_launch(*l.stream, product, kernel, l.dtype, f32, a, l.plan->sms);
-    if (e != cudaSuccess && l.status == FMOE_OK) l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: launch of a product failed: %s", cudaGetErrorString(e));
+    if (e != cudaSuccess && l.status == FMOE_OK)
+        l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: launch of a product failed: %s", cudaGetErrorString(e));
     return true;
 }
 
 // ---- Tensor maps ----
 
-// The matrices of a list lie at multiples of 2^shift bytes: those are the outermost dimension then, of which each expert has its
-// place. (16 bytes is the least stride of a map.)
+// The matrices of a list lie at multiples of 2^shift bytes: those are the outermost dimension then, of which each
+// expert has its place. (16 bytes is the least stride of a map.)
 static bool place(const Mat &w, int64_t size, const Layer &l, Place *q, int64_t *count, int64_t *stride)
 {
     *q = Place{w.list, (uintptr_t)w.p, w.shift};
@@ -30,25 +32,30 @@ static bool place(const Mat &w, int64_t size, const Layer &l, Place *q, int64_t 
     return !w.list || (w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX);
 }
 
-// Weights of one part: rows n, columns k. K-major {k, n, e}, N-major {n, k, e}, boxes of 64 x `box_rows` (N-major: 64 x 64); the
-// names are those of the product in which rows are n. `swap`: rows are the contraction.
+// Weights of one part: rows n, columns k. K-major {k, n, e}, N-major {n, k, e}, boxes of 64 x `box_rows` (N-major: 64 x
+// 64); the names are those of the product in which rows are n. `swap`: rows are the contraction.
 struct WeightMap {
     bool ok, n_major;
 };
-static WeightMap weight_map(CUtensorMap &map, Place &where, const Layer &l, const Mat &w, int64_t rows, int64_t cols, bool swap, int box_rows)
+static WeightMap weight_map(CUtensorMap &map, Place &where, const Layer &l, const Mat &w, int64_t rows, int64_t cols,
+                            bool swap, int box_rows)
 {
     const bool unit_cols = w.c == 1, unit_rows = w.r == 1;
     int64_t count, step;
     if ((!unit_cols && !unit_rows) || !place(w, 2, l, &where, &count, &step)) return {false, false};
     // The contiguous dimension is the inner one; whether that is k or n decides the product.
-    const int64_t dim[3] = {unit_cols ? cols : rows, unit_cols ? rows : cols, count}, stride[3] = {1, unit_cols ? w.r : w.c, step};
+    const int64_t dim[3] = {unit_cols ? cols : rows, unit_cols ? rows : cols, count},
+                  stride[3] = {1, unit_cols ? w.r : w.c, step};
     const bool n_major = unit_cols == swap;
     const int box[3] = {64, n_major ? 64 : box_rows, 1};
     return {sm90_map(&map, l.dtype, w.p, dim, stride, box), n_major};
 }
 
 // Rows of an activation: {column, row}, boxes of 64 columns x `box_rows` rows.
-static bool rows_map2(CUtensorMap *m, const Layer &l, const Rows &x, int box_rows) { return sm90_map2(m, l.dtype, x.p, x.cols, l.rows, x.ld, 64, box_rows); }
+static bool rows_map2(CUtensorMap *m, const Layer &l, const Rows &x, int box_rows)
+{
+    return sm90_map2(m, l.dtype, x.p, x.cols, l.rows, x.ld, 64, box_rows);
+}
 
 // And with the column cut in parts: {column, part, row}.
 static bool rows_map(CUtensorMap *m, const Layer &l, const Rows &x, int64_t parts, int box_rows)
@@ -59,25 +66,27 @@ static bool rows_map(CUtensorMap *m, const Layer &l, const Rows &x, int64_t part
 }
 
 // An adapter's rows, and its steps: 64 each, in the last of them only the 16s there are.
-static bool low_rows(Sm90Args &a, const Layer &l, const Rows &low)
+static bool lora_row_maps(Sm90Args &a, const Layer &l, const Rows &lora)
 {
-    a.low_steps = (int)(low.cols / 64);
-    a.low_tail = (int)(low.cols % 64 + 15) / 16;
-    if (a.low_tail > (a.tokens ? 1 : 3)) a.low_steps++, a.low_tail = 0;
-    return a.tokens ? rows_map(&a.low, l, low, 1, 64) && rows_map(&a.low16, l, low, 1, 16) : rows_map2(&a.low, l, low, 64);
+    a.lora_steps = (int)(lora.cols / 64);
+    a.lora_tail = (int)(lora.cols % 64 + 15) / 16;
+    if (a.lora_tail > (a.tokens ? 1 : 3)) a.lora_steps++, a.lora_tail = 0;
+    return a.tokens ? rows_map(&a.lora, l, lora, 1, 64) && rows_map(&a.lora16, l, lora, 1, 16)
+                    : rows_map2(&a.lora, l, lora, 64);
 }
 
 // And its factor, in as many parts as the weights and lying as they do.
-static bool low_maps(Sm90Args &a, const Layer &l, const Low &low, int parts, bool rows_k, bool n_major, int box_rows)
+static bool lora_maps(Sm90Args &a, const Layer &l, const Lora &lora, int parts, bool rows_k, bool n_major, int box_rows)
 {
-    if (!low.rows.cols) return true;
+    if (!lora.rows.cols) return true;
     for (int i = 0; i < parts; i++) {
         Place stack;
-        const Weight &f = low.factor;
-        const WeightMap m = weight_map(a.low_b[i], stack, l, parts == 1 ? f.whole : f.part[i], f.rows / parts, f.cols, rows_k, box_rows);
+        const Weight &f = lora.factor;
+        const WeightMap m = weight_map(a.lora_b[i], stack, l, parts == 1 ? f.whole : f.part[i], f.rows / parts, f.cols,
+                                       rows_k, box_rows);
         if (!m.ok || m.n_major != n_major) return false;
     }
-    return low_rows(a, l, low.rows);
+    return lora_row_maps(a, l, lora.rows);
 }
 
 // Results of the tokens kernel.
@@ -151,7 +160,8 @@ static void set_bias(GemmArgs &g, const Bias &b)
 }
 
 // Rows (gathered or not) times weights on Hopper. rows_k: the contraction runs over the rows of the weight.
-static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
+static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
+                        const Bias &b, const Lora &lora, const Rows &out)
 {
     if (!hopper(l) || !x.p || !out.p || (b.p && b.split != INT64_MAX)) return false;
     Sm90Args a = base_args(l);
@@ -159,16 +169,21 @@ static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered,
     const bool cut = !w.single && rows_k && w.strided && w.parts == 2 && !gathered;
     const int parts = cut ? 2 : 1;
     if (!w.single && !cut) return false;
-    // Gathered rows, biases, ragged groups, and parts of the contraction that are not whole steps are the tokens kernel's.
+    // Gathered rows, biases, ragged groups, and parts of the contraction that are not whole steps are the tokens
+    // kernel's.
     a.tokens = gathered || l.ragged || fmoe_cuda_use_tokens(l.R, l.E) || (x.cols / parts) % 64 != 0 || b.p;
     bool n_major = false;
     for (int i = 0; i < parts; i++) {
-        const WeightMap m = weight_map(a.b[i], a.place_b[i], l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k, SM90_BOX);
+        const WeightMap m =
+            weight_map(a.b[i], a.place_b[i], l, cut ? w.part[i] : w.whole, w.rows / parts, w.cols, rows_k, SM90_BOX);
         if (!m.ok || (i && m.n_major != n_major)) return false;
         n_major = m.n_major;
     }
-    if (!low_maps(a, l, low, 1, rows_k, n_major, SM90_BOX)) return false;
-    if (gathered ? !gather_ok(x.p, x.ld) || x.cols % 64 != 0 : a.tokens ? !rows_map(&a.a, l, x, parts, 64) || !rows_map(&a.a16, l, x, parts, 16) : !rows_map2(&a.a, l, x, 64)) return false;
+    if (!lora_maps(a, l, lora, 1, rows_k, n_major, SM90_BOX)) return false;
+    if (gathered   ? !gather_ok(x.p, x.ld) || x.cols % 64 != 0
+        : a.tokens ? !rows_map(&a.a, l, x, parts, 64) || !rows_map(&a.a16, l, x, parts, 16)
+                   : !rows_map2(&a.a, l, x, 64))
+        return false;
     if (!(a.tokens ? token_maps(a.d, l, out, 1) : rows_map2(&a.d[0], l, out, 16))) return false;
     if (l.ragged && !rows_map(&a.d1, l, out, 1, 1)) return false;
     if (gathered) gather_from(a, x.p, x.ld);
@@ -178,13 +193,14 @@ static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered,
     a.bias = b.p;
     a.bias_g = (size_t)b.g;
     a.bias_n = b.n;
-    const Sm90Kernel kernel = gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
+    const Sm90Kernel kernel =
+        gathered ? (n_major ? SM90_GATHER_N : SM90_GATHER_K) : (n_major ? SM90_ROWS_N : SM90_ROWS_K);
     return run_hopper(l, product, kernel, 0, a);
 }
 
 bool gmm_rows(Layer &l, const Rows &x, const Weight &w, bool rows_k, const Bias &b, const Rows &out)
 {
-    return rows_hopper(l, Product::GMM_ROWS, x, false, w, rows_k, b, Low{}, out);
+    return rows_hopper(l, Product::GMM_ROWS, x, false, w, rows_k, b, Lora{}, out);
 }
 
 static GemmArgs rows_args(const Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Rows &out)
@@ -200,47 +216,49 @@ static GemmArgs rows_args(const Layer &l, const Rows &x, bool gathered, const We
     return g;
 }
 
-static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b, const Low &low, const Rows &out)
+static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
+                         const Bias &b, const Lora &lora, const Rows &out)
 {
-    if (rows_hopper(l, product, x, gathered, w, rows_k, b, low, out)) return;
-    if (!low.rows.cols || !rows_hopper(l, product, x, gathered, w, rows_k, b, Low{}, out)) {
+    if (rows_hopper(l, product, x, gathered, w, rows_k, b, lora, out)) return;
+    if (!lora.rows.cols || !rows_hopper(l, product, x, gathered, w, rows_k, b, Lora{}, out)) {
         GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
         set_bias(g, b);
         gemm_sm80(l.dtype, g, *l.stream);
     }
-    if (!low.rows.cols) return;
-    GemmArgs g = rows_args(l, low.rows, false, low.factor, rows_k, out);
+    if (!lora.rows.cols) return;
+    GemmArgs g = rows_args(l, lora.rows, false, lora.factor, rows_k, out);
     g.accumulate = 1;
     gemm_sm80(l.dtype, g, *l.stream);
 }
 
-void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h)
+void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h)
 {
-    rows_product(l, Product::GATHER, Rows{x, l.H, ldx}, true, w1, false, b1, low, Rows{h, l.HC, l.HC});
+    rows_product(l, Product::GATHER, Rows{x, l.H, ldx}, true, w1, false, b1, lora, Rows{h, l.HC, l.HC});
 }
 
-void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Low &low, void *y)
+void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Lora &lora, void *y)
 {
-    rows_product(l, Product::DOWN, Rows{a, l.I, l.I}, false, w2, false, b2, low, Rows{y, l.H, l.H});
+    rows_product(l, Product::DOWN, Rows{a, l.I, l.I}, false, w2, false, b2, lora, Rows{y, l.H, l.H});
 }
 
-void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, void *da)
+void da_product(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, void *da)
 {
-    rows_product(l, Product::GATHER, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, low, Rows{da, l.I, l.I});
+    rows_product(l, Product::GATHER, Rows{dout, l.H, ldd}, true, w2, true, Bias{}, lora, Rows{da, l.I, l.I});
 }
 
-void dx_product(Layer &l, const void *dh, const Weight &w1, const Low &low, void *dxr)
+void dx_product(Layer &l, const void *dh, const Weight &w1, const Lora &lora, void *dxr)
 {
-    rows_product(l, Product::DX, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, low, Rows{dxr, l.H, l.H});
+    rows_product(l, Product::DX, Rows{dh, l.HC, l.HC}, false, w1, true, Bias{}, lora, Rows{dxr, l.H, l.H});
 }
 
-void low_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale, const Rows &out)
+void lora_in_product(Layer &l, const Rows &x, bool gathered, const Weight &factor, bool rows_k, float scale,
+                     const Rows &out)
 {
     const float by = fmoe_lora_scale(scale);
-    if (lowrank_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), by, *l.stream)) return;
-    rows_product(l, Product::LORA_IN, x, gathered, factor, rows_k, Bias{}, Low{}, out);
+    if (lora_rows(l.dtype, rows_args(l, x, gathered, factor, rows_k, out), by, *l.stream)) return;
+    rows_product(l, Product::LORA_IN, x, gathered, factor, rows_k, Bias{}, Lora{}, out);
     if (by == 1) return;
-    lowrank_scale(l.dtype, (void *)out.p, l.rows * out.ld, by, *l.stream);
+    lora_scale(l.dtype, (void *)out.p, l.rows * out.ld, by, *l.stream);
 }
 
 // ---- Fused ----
@@ -251,30 +269,34 @@ static bool by_columns(const Mat &w) { return w.c != 1 && w.r == 1; } // neighbo
 static bool map_ok(const Layer &l, const Mat &w, bool columns)
 {
     const int64_t pitch = columns ? w.c : w.r;
-    const bool far = w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : l.E == 1 || (w.g > 0 && w.g % 8 == 0);
-    return by_columns(w) == columns && (columns || w.c == 1) && pitch > 0 && pitch % 8 == 0 && far && (uintptr_t)w.p % 16 == 0;
+    const bool far =
+        w.list ? w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX : l.E == 1 || (w.g > 0 && w.g % 8 == 0);
+    return by_columns(w) == columns && (columns || w.c == 1) && pitch > 0 && pitch % 8 == 0 && far &&
+           (uintptr_t)w.p % 16 == 0;
 }
 
 // The factor lies as the weights do.
-static bool low_ok(const Layer &l, const Low &low, int parts, bool columns)
+static bool lora_ok(const Layer &l, const Lora &lora, int parts, bool columns)
 {
     bool ok = true;
-    for (int i = 0; i < parts && low.rows.cols; i++) ok = ok && map_ok(l, low.factor.part[i], columns);
+    for (int i = 0; i < parts && lora.rows.cols; i++) ok = ok && map_ok(l, lora.factor.part[i], columns);
     return ok;
 }
 
-bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Low &low)
+bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora)
 {
     const bool gated = w1.parts == 2, columns = gated && w1.strided && by_columns(w1.part[0]);
-    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !low_ok(l, low, w1.parts, columns)) return false;
-    return gated ? w1.strided && map_ok(l, w1.part[0], columns) && map_ok(l, w1.part[1], columns) : w1.single && map_ok(l, w1.whole, false);
+    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !lora_ok(l, lora, w1.parts, columns)) return false;
+    return gated ? w1.strided && map_ok(l, w1.part[0], columns) && map_ok(l, w1.part[1], columns)
+                 : w1.single && map_ok(l, w1.whole, false);
 }
 
-bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low)
+bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora)
 {
     const bool bias = !b1.p || (b1.n == 1 && b1.g % 2 == 0 && (uintptr_t)b1.p % 4 == 0); // read two at a time
-    return l.plan->path == FMOE_PATH_SM90 && l.mixed && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.E) && bias && gather_ok(x, ldx) &&
-           map_ok(l, w1.whole, true) && low_ok(l, low, 1, true);
+    return l.plan->path == FMOE_PATH_SM90 && l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 &&
+           fmoe_cuda_use_pairs(l.R, l.E) && bias && gather_ok(x, ldx) && map_ok(l, w1.whole, true) &&
+           lora_ok(l, lora, 1, true);
 }
 
 // Gates and ups of one tensor, up after gate at one distance.
@@ -285,22 +307,33 @@ static bool turns_map(CUtensorMap *m, const Layer &l, const Weight &w)
            sm90_map_glu(m, l.dtype, g.p, w.cols, l.I, l.E, g.r, ((char *)u.p - (char *)g.p) / 2, g.g);
 }
 
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Low &low, void *h, void *a_out)
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
+              void *a_out)
 {
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
-    const bool gated = w1.parts == 2, pairs = l.mixed, columns = gated && by_columns(pairs ? w1.whole : w1.part[0]), smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
+    const bool gated = w1.parts == 2, pairs = l.interleaved,
+               columns = gated && by_columns(pairs ? w1.whole : w1.part[0]),
+               smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
     a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth);
     // Few rows.
-    const bool turns = smooth && a.tokens && !columns && turns_map(&a.b[0], l, w1) && (!low.rows.cols || (turns_map(&a.low_b[0], l, low.factor) && low_rows(a, l, low.rows)));
-    const Sm90Kernel kernel = pairs ? SM90_UP_PAIRS : columns ? SM90_UP_GLU_N : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH : gated ? SM90_UP_GLU : SM90_UP_ACT;
+    const bool turns = smooth && a.tokens && !columns && turns_map(&a.b[0], l, w1) &&
+                       (!lora.rows.cols || (turns_map(&a.lora_b[0], l, lora.factor) && lora_row_maps(a, l, lora.rows)));
+    const Sm90Kernel kernel = pairs                            ? SM90_UP_PAIRS
+                              : columns                        ? SM90_UP_GLU_N
+                              : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH
+                              : gated                          ? SM90_UP_GLU
+                                                               : SM90_UP_ACT;
     const int box = kernel == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
     const int parts = pairs ? 1 : w1.parts;
     bool ok = true;
-    for (int i = 0; i < parts && !turns; i++) ok = ok && weight_map(a.b[i], a.place_b[i], l, pairs ? w1.whole : w1.part[i], w1.rows / parts, l.H, false, box).ok;
-    ok = ok && (turns || low_maps(a, l, low, parts, false, columns, box));
-    ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, parts)) : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
+    for (int i = 0; i < parts && !turns; i++)
+        ok = ok &&
+             weight_map(a.b[i], a.place_b[i], l, pairs ? w1.whole : w1.part[i], w1.rows / parts, l.H, false, box).ok;
+    ok = ok && (turns || lora_maps(a, l, lora, parts, false, columns, box));
+    ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, parts))
+                         : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
     if (!ok) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the up product");
         return;
@@ -316,19 +349,23 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     run_hopper(l, Product::UP, kernel, 0, a);
 }
 
-bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low)
+bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora)
 {
     const bool columns = by_columns(w2.whole);
-    const bool order = !l.mixed || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.E)); // neighbours, with few rows: 1 to 2 % slower
-    return l.plan->path == FMOE_PATH_SM90 && order && w2.single && map_ok(l, w2.whole, columns) && gather_ok(dout, ldd) && low_ok(l, low, 1, columns);
+    // Gate and up as neighbours, with few rows: 1 to 2 % slower.
+    const bool order = !l.interleaved || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.E));
+    return l.plan->path == FMOE_PATH_SM90 && order && w2.single && map_ok(l, w2.whole, columns) &&
+           gather_ok(dout, ldd) && lora_ok(l, lora, 1, columns);
 }
 
-int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Low &low, const void *h, void *dh, void *pa, float *dp)
+int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
+             void *pa, float *dp)
 {
     if (!hopper(l)) return 0;
     Sm90Args a = base_args(l);
     const bool columns = by_columns(w2.whole);
-    if (!weight_map(a.b[0], a.place_b[0], l, w2.whole, l.H, l.I, true, SM90_BOX_ACT).ok || !low_maps(a, l, low, 1, true, !columns, SM90_BOX_ACT)) {
+    if (!weight_map(a.b[0], a.place_b[0], l, w2.whole, l.H, l.I, true, SM90_BOX_ACT).ok ||
+        !lora_maps(a, l, lora, 1, true, !columns, SM90_BOX_ACT)) {
         l.status = FAIL(FMOE_ERR_DEVICE, "CUDA: the driver refused a tensor map of the dh product");
         return 0;
     }
@@ -336,14 +373,18 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
     a.N = (int)l.I;
     a.k_steps = steps(l.H);
     a.gated = l.HC == 2 * l.I;
-    a.pairs = l.mixed;
+    a.pairs = l.interleaved;
     a.h_in = h;
     a.dh = dh;
     a.pa = pa;
     a.dp = dp;
     a.dp_pitch = (size_t)l.rows;
     const int tile = fmoe_cuda_dh_tile(l.I);
-    run_hopper(l, Product::DH, tile == 192 ? (columns ? SM90_DH_192_K : SM90_DH_192) : columns ? SM90_DH_128_K : SM90_DH_128, 0, a);
+    run_hopper(l, Product::DH,
+               tile == 192 ? (columns ? SM90_DH_192_K : SM90_DH_192)
+               : columns   ? SM90_DH_128_K
+                           : SM90_DH_128,
+               0, a);
     return (int)((l.I + tile - 1) / tile);
 }
 
@@ -355,7 +396,8 @@ static bool grad_maps(Sm90Args &a, const Layer &l, const Mat (&d)[2], int parts,
     for (int i = 0; i < parts; i++) {
         const Mat &m = d[i];
         // All experts as one tall matrix where tiles end with them: two dimensions are cheaper than three.
-        a.flat = parts == 1 && !add && m.c == 1 && !m.list && M % 128 == 0 && (m.g == M * m.r || l.E == 1) && l.E * M < INT32_MAX &&
+        a.flat = parts == 1 && !add && m.c == 1 && !m.list && M % 128 == 0 && (m.g == M * m.r || l.E == 1) &&
+                 l.E * M < INT32_MAX &&
                  sm90_map2(&a.d[0], f32 ? FMOE_F32 : l.dtype, m.p, N, l.E * M, m.r, f32 ? 32 : 64, 16);
         if (!a.flat && !grad_map(a, i, l, m, M, N, f32)) return false;
     }
@@ -374,9 +416,10 @@ static Mat transposed(Mat m)
     return m;
 }
 
-// D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts. A gradient stored by columns is the transposed
-// product.
-static bool wgrad_hopper(Layer &l, Product product, const Rows &fixed, const Rows &gathered, bool gather_a, const Mat &first, const Mat &second, int parts, int f32, int add)
+// D[e] = A^T B with one side gathered; D's rows are A's columns, in up to two parts. A gradient stored by columns is
+// the transposed product.
+static bool wgrad_hopper(Layer &l, Product product, const Rows &fixed, const Rows &gathered, bool gather_a,
+                         const Mat &first, const Mat &second, int parts, int f32, int add)
 {
     if (!hopper(l) || !gather_ok(gathered.p, gathered.ld) || gathered.cols % 64) return false;
     Sm90Args a = base_args(l);
@@ -396,7 +439,8 @@ static bool wgrad_rows_hopper(Layer &l, Product product, const Rows &x, const Ro
     const bool turn = dw.c != 1 && dw.r == 1;
     const Rows &m = turn ? y : x, &n = turn ? x : y;
     const Mat d[2] = {turn ? transposed(dw) : dw, Mat{}};
-    if (!grad_maps(a, l, d, 1, m.cols, n.cols, f32, add) || !rows_map2(&a.a, l, m, 64) || !rows_map2(&a.b[0], l, n, 64)) return false;
+    if (!grad_maps(a, l, d, 1, m.cols, n.cols, f32, add) || !rows_map2(&a.a, l, m, 64) || !rows_map2(&a.b[0], l, n, 64))
+        return false;
     return run_hopper(l, product, SM90_WGRAD_ROWS, f32, a);
 }
 
@@ -405,7 +449,8 @@ bool gmm_wgrad(Layer &l, const Rows &x, const Rows &y, const Mat &dw, int f32, i
     return wgrad_rows_hopper(l, Product::GMM_WGRAD, x, y, dw, f32, add);
 }
 
-static GemmArgs wgrad_args(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+static GemmArgs wgrad_args(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b,
+                           int64_t M, int64_t N, const Mat &D, int f32, int add)
 {
     GemmArgs g = general(l);
     g.wgrad = 1;
@@ -421,17 +466,20 @@ static GemmArgs wgrad_args(const Layer &l, const Mat &A, const int *gather_a, co
     return g;
 }
 
-static void wgrad_general(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b, int64_t M, int64_t N, const Mat &D, int f32, int add)
+static void wgrad_general(const Layer &l, const Mat &A, const int *gather_a, const Mat &B, const int *gather_b,
+                          int64_t M, int64_t N, const Mat &D, int f32, int add)
 {
     gemm_sm80(l.dtype, wgrad_args(l, A, gather_a, B, gather_b, M, N, D, f32, add), *l.stream);
 }
 
-void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32, int add)
+void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64_t ldx, const Weight &d, int f32,
+                 int add)
 {
     const Rows fixed = {dh, l.HC, l.HC}, gathered = {x, l.H, ldx};
     if (d.single) {
         if (wgrad_hopper(l, product, fixed, gathered, by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
-    } else if (d.strided && d.parts == 2 && d.part[0].p && d.part[1].p && d.part[0].c == 1 && d.part[1].c == 1 && !l.mixed) {
+    } else if (d.strided && d.parts == 2 && d.part[0].p && d.part[1].p && d.part[0].c == 1 && d.part[1].c == 1 &&
+               !l.interleaved) {
         if (wgrad_hopper(l, product, fixed, gathered, false, d.part[0], d.part[1], 2, f32, add)) return;
     }
     if (!d.whole.list && !d.whole.list2) {
@@ -445,23 +493,28 @@ void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64
         m.list = i ? d.whole.list2 : d.whole.list;
         m.split = INT64_MAX;
         if (!m.list) continue;
-        Mat part = rows_mat((const char *)dh + i * (l.mixed ? 1 : l.I) * size, l.HC);
-        if (l.mixed) part.c = 2;
+        Mat part = rows_mat((const char *)dh + i * (l.interleaved ? 1 : l.I) * size, l.HC);
+        if (l.interleaved) part.c = 2;
         wgrad_general(l, part, nullptr, rows_mat(x, ldx), l.map.tok, l.I, l.H, m, f32, add);
     }
 }
 
 void dw2_product(Layer &l, const void *dout, int64_t ldd, const void *pa, const Weight &d, int f32, int add)
 {
-    if (d.single && wgrad_hopper(l, Product::DW2, Rows{pa, l.I, l.I}, Rows{dout, l.H, ldd}, !by_columns(d.whole), d.whole, d.whole, 1, f32, add)) return;
+    if (d.single && wgrad_hopper(l, Product::DW2, Rows{pa, l.I, l.I}, Rows{dout, l.H, ldd}, !by_columns(d.whole),
+                                 d.whole, d.whole, 1, f32, add))
+        return;
     wgrad_general(l, rows_mat(dout, ldd), l.map.tok, rows_mat(pa, l.I), nullptr, l.H, l.I, d.whole, f32, add);
 }
 
-void low_grad(Layer &l, Product product, const Rows &x, bool gather_x, const Rows &y, bool gather_y, const Mat &d, int f32, int add)
+void lora_grad_product(Layer &l, Product product, const Rows &x, bool gather_x, const Rows &y, bool gather_y,
+                       const Mat &d, int f32, int add)
 {
-    const GemmArgs g = wgrad_args(l, rows_mat(x.p, x.ld), gather_x ? l.map.tok : nullptr, rows_mat(y.p, y.ld), gather_y ? l.map.tok : nullptr, x.cols, y.cols, d, f32, add);
-    if (lowrank_grad(l.dtype, g, *l.stream)) return;
-    const bool done = gather_x || gather_y ? wgrad_hopper(l, product, gather_x ? y : x, gather_x ? x : y, gather_x != by_columns(d), d, d, 1, f32, add)
+    const GemmArgs g = wgrad_args(l, rows_mat(x.p, x.ld), gather_x ? l.map.tok : nullptr, rows_mat(y.p, y.ld),
+                                  gather_y ? l.map.tok : nullptr, x.cols, y.cols, d, f32, add);
+    if (lora_wgrad(l.dtype, g, *l.stream)) return;
+    const bool done = gather_x || gather_y ? wgrad_hopper(l, product, gather_x ? y : x, gather_x ? x : y,
+                                                          gather_x != by_columns(d), d, d, 1, f32, add)
                                            : wgrad_rows_hopper(l, product, x, y, d, f32, add);
     if (!done) gemm_sm80(l.dtype, g, *l.stream);
 }

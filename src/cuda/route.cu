@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // route.cu - logits to ids and weights, and back to dlogits: a warp a token, scores in shared memory.
 //
-// Selection is repeated argmax: the lowest index wins among equals and NaN ranks below everything, so any row gives k distinct ids.
+// Selection is repeated argmax: the lowest index wins among equals and NaN ranks below everything, so any row gives k
+// distinct ids.
 #include "route.cuh"
 
 #include <math_constants.h>
@@ -48,7 +49,10 @@ DEV Shared carve(const RouteArgs &a, char *base)
     return s;
 }
 
-DEV float logit(const RouteArgs &a, int64_t t, int64_t e) { return load_float(a.logits.p, a.logits.dtype, t * a.logits.s0 + e); }
+DEV float logit(const RouteArgs &a, int64_t t, int64_t e)
+{
+    return load_float(a.logits.p, a.logits.dtype, t * a.logits.s0 + e);
+}
 
 DEV void score_all(const RouteArgs &a, int64_t t, const Shared &s, int lane, bool *bad)
 {
@@ -112,7 +116,8 @@ DEV void limit_to_groups(const RouteArgs &a, const Shared &s, int lane)
     }
     for (int g = 0; g < groups; g++) {
         int rank = 0;
-        for (int o = 0; o < groups; o++) rank += before(s.group[o], s.group[g]) || (o < g && !before(s.group[g], s.group[o]));
+        for (int o = 0; o < groups; o++)
+            rank += before(s.group[o], s.group[g]) || (o < g && !before(s.group[g], s.group[o]));
         if (rank < a.rule.topk_groups) continue;
         for (int i = lane; i < n; i += 32) s.choice[g * n + i] = a.rule.excluded_zero ? 0.f : -CUDART_INF_F;
     }
@@ -185,13 +190,15 @@ __global__ void route_forward_kernel(const __grid_constant__ RouteArgs a, int pe
             for (int64_t j = 0; j < a.k; j++) sum += s.q[j];
         for (int j = lane; j < a.k; j += 32) {
             const float q = a.rule.renormalize ? s.q[j] / sum : s.q[j];
-            store_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1, slot_id(a, t, j) < 0 ? 0.f : (float)a.rule.scale * q);
+            store_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1,
+                        slot_id(a, t, j) < 0 ? 0.f : (float)a.rule.scale * q);
         }
         __syncwarp();
     }
 }
 
-// ---- The common case, forward: no groups, up to 32 * NV experts, scores in registers, argmax by two warp reductions ----
+// ---- The common case, forward: no groups, up to 32 * NV experts, scores in registers, argmax by two warp reductions
+// ----
 
 // Larger is better, NaN lowest, +0 and -0 alike.
 DEV uint32_t rank_key(float v)
@@ -317,7 +324,9 @@ __global__ void route_backward_kernel(const __grid_constant__ RouteArgs a, int p
         for (int e = lane; e < a.E; e += 32) G[e] = 0;
         for (int j = lane; j < a.k; j += 32) {
             s.id[j] = (int)slot_id(a, t, j);
-            s.dq[j] = s.id[j] < 0 ? 0.f : (float)a.rule.scale * load_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1);
+            s.dq[j] = s.id[j] < 0 ? 0.f
+                                  : (float)a.rule.scale *
+                                        load_float(a.weights.p, a.weights.dtype, t * a.weights.s0 + j * a.weights.s1);
         }
         __syncwarp();
         if (lane == 0) { // k is small; one lane keeps the order of the sums fixed

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // rowmap.cu - from ids to rows: a stable counting sort by expert, on the device, without atomics in the result.
 //
-// Count the experts of each block of slots; scan (blocks, then experts); place. With few blocks and experts the scan is part of
-// placing: every block adds up the counts of all. Pad rows repeat the last row of their own expert with weight 0: their gradients
-// are exact zeros and they bring in no other token. More experts than shared memory has counters for are taken in turns.
+// Count the experts of each block of slots; scan (blocks, then experts); place. With few blocks and experts the scan is
+// part of placing: every block adds up the counts of all. Pad rows repeat the last row of their own expert with weight
+// 0: their gradients are exact zeros and they bring in no other token. More experts than shared memory has counters for
+// are taken in turns.
 #include "common.cuh"
 
 static constexpr int kSortThreads = 256, kSortWarps = 8;
@@ -37,7 +38,8 @@ DEV int slot_expert(const View &ids, const Slot &slot, int64_t i, int64_t E, uin
     return -1;
 }
 
-__global__ void sort_count(View ids, int64_t R, int64_t k, int E, uint32_t flags, int chunk, int *part, DeviceError *error)
+__global__ void sort_count(View ids, int64_t R, int64_t k, int E, uint32_t flags, int chunk, int *part,
+                           DeviceError *error)
 {
     extern __shared__ int hist[];
     depend_wait();
@@ -81,9 +83,10 @@ DEV int64_t block_scan(int64_t v, int64_t *shared)
     return v;
 }
 
-// Offsets, counts and tiles from per-expert counts; all threads of the block call it, `count(e)` gives the count and `first(e, row)`
-// is told where it begins. `write`: this block writes the row map.
-template <class F, class G> DEV void layout(int E, int align, const RowMap &m, bool write, int64_t *shared, F count, G first)
+// Offsets, counts and tiles from per-expert counts; all threads of the block call it, `count(e)` gives the count and
+// `first(e, row)` is told where it begins. `write`: this block writes the row map.
+template <class F, class G>
+DEV void layout(int E, int align, const RowMap &m, bool write, int64_t *shared, F count, G first)
 {
     int64_t carry = 0; // rows in the low, tiles in the high half
     for (int e0 = 0; e0 < E; e0 += blockDim.x) {
@@ -144,7 +147,8 @@ __global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int
         }
         __syncthreads();
     }
-    layout(E, align, m, true, shared, [&](int e) { return m.cnt[e]; }, [](int, int) {});
+    layout(
+        E, align, m, true, shared, [&](int e) { return m.cnt[e]; }, [](int, int) {});
     if (counts.p)
         for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
 }
@@ -178,10 +182,12 @@ template <class W> DEV void add_counts(const int *part, int E, int blocks, int *
     }
 }
 
-// WARPS of the block take 32 slots ROUNDS times; with very many experts fewer of them, since each has a counter for every expert.
-// FEW: there was no scan; this block adds up the counts itself, and the first one writes the row map.
+// WARPS of the block take 32 slots ROUNDS times; with very many experts fewer of them, since each has a counter for
+// every expert. FEW: there was no scan; this block adds up the counts itself, and the first one writes the row map.
 template <int WARPS, int ROUNDS, bool FEW>
-__global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, View out, View counts, int64_t R, int64_t k, int E, uint32_t flags, int align, int chunk, int blocks, RowMap m)
+__global__ void __launch_bounds__(kSortThreads)
+    sort_place(View ids, View p, View out, View counts, int64_t R, int64_t k, int E, uint32_t flags, int align,
+               int chunk, int blocks, RowMap m)
 {
     extern __shared__ int next[]; // [warps][experts of a turn]: the next row of each expert for each warp
     __shared__ int begin_at[FEW ? kFewExperts + 1 : 1], here[FEW ? kFewExperts : 1], all[FEW ? kFewExperts : 1];
@@ -195,7 +201,9 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
         if (E % 4 == 0) add_counts<int4>(m.part, E, blocks, here, all);
         else add_counts<int>(m.part, E, blocks, here, all);
         __syncthreads();
-        layout(E, align, m, blockIdx.x == 0, scratch, [&](int e) { return all[e]; }, [&](int e, int row) { begin_at[e] = row; });
+        layout(
+            E, align, m, blockIdx.x == 0, scratch, [&](int e) { return all[e]; },
+            [&](int e, int row) { begin_at[e] = row; });
         if (counts.p && blockIdx.x == 0)
             for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, all[e]);
         __syncthreads();
@@ -204,7 +212,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
     auto offset = [&](int e) { return FEW ? begin_at[e] : m.off[e]; };
     auto count = [&](int e) { return FEW ? all[e] : m.cnt[e]; };
     const int64_t begin = (int64_t)blockIdx.x * chunk, end = min(R, begin + chunk);
-    if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[offset(E) + threadIdx.x] = 0; // a tile may look past the last row
+    // a tile may look past the last row.
+    if (m.prob && blockIdx.x == 0 && threadIdx.x < FMOE_CUDA_SLACK) m.tok[offset(E) + threadIdx.x] = 0;
     for (int64_t base = begin; base < end; base += WARPS * ROUNDS * 32) {
         constexpr int per = ROUNDS * 32; // slots a warp takes, in order
         int ex[ROUNDS], tok[ROUNDS];
@@ -239,7 +248,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
                 }
             __syncthreads();
             for (int e = threadIdx.x; e < n; e += blockDim.x) {
-                int *seen = FEW ? &here[e] : m.part + (int64_t)blockIdx.x * E + e0 + e; // rows of this expert before these slots
+                // Rows of this expert before these slots.
+                int *seen = FEW ? &here[e] : m.part + (int64_t)blockIdx.x * E + e0 + e;
                 const int first = offset(e0 + e);
                 int run = first + *seen;
                 for (int q = 0; q < WARPS; q++) {
@@ -265,7 +275,8 @@ __global__ void __launch_bounds__(kSortThreads) sort_place(View ids, View p, Vie
                     if (out.p) store_int(out.p, out.dtype, i * out.s0, row);
                     if (m.tok) m.tok[row] = tok[r];
                     if (m.prob) m.prob[row] = prob[r];
-                    if (m.prob && row == offset(e0 + e) + count(e0 + e) - 1) // the last row of an expert fills the pads after it
+                    // The last row of an expert fills the pads after it.
+                    if (m.prob && row == offset(e0 + e) + count(e0 + e) - 1)
                         for (int pad = row + 1; pad < offset(e0 + e + 1); pad++) m.tok[pad] = tok[r], m.prob[pad] = 0;
                 }
             __syncthreads();
@@ -282,20 +293,24 @@ typedef void (*PlaceKernel)(View, View, View, View, int64_t, int64_t, int, uint3
 void rowmap_sort_into(const SortArgs &a, const RowMap &m, const View &map, const View &counts, Stream &s)
 {
     const int64_t R = a.T * a.k;
-    const int E = (int)a.E, turn = E < kTurn ? E : kTurn, chunk = fmoe_cuda_sort_chunk(R), blocks = sort_blocks(R, chunk);
+    const int E = (int)a.E, turn = E < kTurn ? E : kTurn, chunk = fmoe_cuda_sort_chunk(R),
+              blocks = sort_blocks(R, chunk);
     const View none = {}, p = a.p ? *a.p : none;
     const bool few = blocks && E <= kFewExperts && (int64_t)blocks * E <= kFewCounts;
-    if (blocks) launch(s, Product::SORT, sort_count, Grid{(unsigned)blocks, kSortThreads, (size_t)turn * 4}, a.ids, R, a.k, E, a.flags, chunk, m.part, a.error);
+    if (blocks)
+        launch(s, Product::SORT, sort_count, Grid{(unsigned)blocks, kSortThreads, (size_t)turn * 4}, a.ids, R, a.k, E,
+               a.flags, chunk, m.part, a.error);
     if (!few) launch(s, Product::SORT, sort_scan, Grid{1, kScanThreads}, blocks, E, a.align, m, counts);
     if (!blocks) return;
     int warps = kSortWarps;
     while (warps > 1 && warps * turn * 4 > 48 * 1024) warps /= 2;
-    const PlaceKernel place = few ? (chunk <= 256 ? sort_place<8, 1, true> : sort_place<8, 4, true>)
+    const PlaceKernel place = few          ? (chunk <= 256 ? sort_place<8, 1, true> : sort_place<8, 4, true>)
                               : warps == 8 ? sort_place<8, 4, false>
                               : warps == 4 ? sort_place<4, 4, false>
                               : warps == 2 ? sort_place<2, 4, false>
                                            : sort_place<1, 4, false>;
-    launch(s, Product::SORT, place, Grid{(unsigned)blocks, kSortThreads, (size_t)warps * turn * 4}, a.ids, p, map, few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
+    launch(s, Product::SORT, place, Grid{(unsigned)blocks, kSortThreads, (size_t)warps * turn * 4}, a.ids, p, map,
+           few ? counts : none, R, a.k, E, a.flags, a.align, chunk, blocks, m);
 }
 
 __global__ void ready_clear(Ready *ready)
@@ -321,7 +336,8 @@ DEV int group_size(const View &sizes, int e, int64_t R, int cumulative)
 }
 
 // One block. Sizes that are negative or add up to more than R make all groups empty: nothing is computed.
-__global__ void __launch_bounds__(kScanThreads) sizes_scan(View sizes, int E, int64_t R, int cumulative, RowMap m, DeviceError *error)
+__global__ void __launch_bounds__(kScanThreads)
+    sizes_scan(View sizes, int E, int64_t R, int cumulative, RowMap m, DeviceError *error)
 {
     __shared__ int64_t shared[33], total;
     __shared__ int bad;
@@ -345,10 +361,12 @@ __global__ void __launch_bounds__(kScanThreads) sizes_scan(View sizes, int E, in
     }
     __syncthreads();
     const bool none = bad;
-    layout(E, 1, m, true, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); }, [](int, int) {});
+    layout(
+        E, 1, m, true, shared, [&](int e) { return none ? 0 : group_size(sizes, e, R, cumulative); }, [](int, int) {});
 }
 
-void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error, Stream &s)
+void rowmap_from_sizes(const View &sizes, int64_t E, int64_t R, int cumulative, const RowMap &m, DeviceError *error,
+                       Stream &s)
 {
     launch(s, Product::SIZES, sizes_scan, Grid{1, kScanThreads}, sizes, (int)E, R, cumulative, m, error);
 }

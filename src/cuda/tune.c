@@ -60,19 +60,20 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
 
 int fmoe_cuda_decode_rank(int64_t rank) { return rank % 8 == 0 && rank <= 128; }
 
-int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T)
+int fmoe_cuda_use_decode_nmajor(const fmoe_cuda_shape *s, int64_t T)
 {
-    /* Qwen3-30B-A3B T = 8 (600 MB of weights at most) 154 us against 187, T = 16 260 against 239; gpt-oss-20b T = 4 (800 MB) 203 against
-     * 241, T = 8 322 against 304; Llama 4 Scout T = 4 (1000 MB) 240 against 247, T = 8 459 against 438. */
+    /* Qwen3-30B-A3B T = 8 (600 MB of weights at most) 154 us against 187, T = 16 260 against 239; gpt-oss-20b T = 4
+     * (800 MB) 203 against 241, T = 8 322 against 304; Llama 4 Scout T = 4 (1000 MB) 240 against 247, T = 8 459 against
+     * 438. */
     const double weights = 6.0 * (double)T * (double)s->k * (double)s->H * (double)s->I;
     const int64_t longest = s->H > s->I ? s->H : s->I; /* a token, or four, in shared memory */
     return fmoe_cuda_use_decode(s, T) && s->gated && weights <= 9e8 && longest <= (T == 1 ? 32768 : 8192);
 }
 
-int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s)
+int64_t fmoe_cuda_most_decode_nmajor(const fmoe_cuda_shape *s)
 {
     int64_t T = 0;
-    while (fmoe_cuda_use_decode_cols(s, T + 1)) T++;
+    while (fmoe_cuda_use_decode_nmajor(s, T + 1)) T++;
     return T;
 }
 

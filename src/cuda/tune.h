@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-enum { FMOE_CUDA_ALIGN = 16 };  /* an expert's segment of rows begins at a multiple of this */
-enum { FMOE_CUDA_SLACK = 128 }; /* entries of the token list past the last row that a tile may look at */
-enum { FMOE_CUDA_TILE_M = 64 }; /* rows of a tile of the general kernels */
+enum { FMOE_CUDA_ALIGN = 16 };      /* an expert's segment of rows begins at a multiple of this */
+enum { FMOE_CUDA_SLACK = 128 };     /* entries of the token list past the last row that a tile may look at */
+enum { FMOE_CUDA_TILE_M = 64 };     /* rows of a tile of the general kernels */
 enum { FMOE_CUDA_TOKEN_UNITS = 9 }; /* times 16: the most tokens of a tile of gemm_tokens.cuh */
 
 /* What the choice depends on; filled by backend.cu from the description and the device. */
@@ -37,13 +37,13 @@ int64_t fmoe_cuda_tiles(int64_t R, int64_t E, int64_t tile);
 /* Column tile of the fused backward product: 192, or 128 where 192 wastes more. */
 int fmoe_cuda_dh_tile(int64_t I);
 
-/* Whether rows times weights run with the tokens on the N side of the product: exact in steps of 16 rows, but 5 % slower a
- * row, so for few rows an expert. */
+/* Whether rows times weights run with the tokens on the N side of the product: exact in steps of 16 rows, but 5 %
+ * slower a row, so for few rows an expert. */
 enum { FMOE_CUDA_TOKENS_BELOW = 400 }; /* rows an expert */
 int fmoe_cuda_use_tokens(int64_t R, int64_t E);
 
-/* Whether gate and up as neighbours are multiplied and activated in one kernel, of tiles of 128 rows: gpt-oss-20b's forward takes 4 % less
- * with 64 rows an expert, 1 % more with 128, 6 % more with 256, 4 % less with 1024. */
+/* Whether gate and up as neighbours are multiplied and activated in one kernel, of tiles of 128 rows: gpt-oss-20b's
+ * forward takes 4 % less with 64 rows an expert, 1 % more with 128, 6 % more with 256, 4 % less with 1024. */
 int fmoe_cuda_use_pairs(int64_t R, int64_t E);
 
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
@@ -52,15 +52,17 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 /* Whether they take adapters of a rank, beside weights [out,in]: whole 16 bytes, 8 steps a lane. */
 int fmoe_cuda_decode_rank(int64_t rank);
 
-/* And with weights [in,out], gated experts: the products of larger batches begin some 60 us later, but read those faster. */
-int fmoe_cuda_use_decode_cols(const fmoe_cuda_shape *s, int64_t T);
-int64_t fmoe_cuda_most_decode_cols(const fmoe_cuda_shape *s); /* the largest such T, or 0 */
+/* And with weights [in,out], gated experts: the products of larger batches begin some 60 us later, but read those
+ * faster. */
+int fmoe_cuda_use_decode_nmajor(const fmoe_cuda_shape *s, int64_t T);
+int64_t fmoe_cuda_most_decode_nmajor(const fmoe_cuda_shape *s); /* the largest such T, or 0 */
 
-/* Blocks that share `groups` of columns, none of them without any: as many as are resident, in multiples of that where the results of a
- * block, `results` floats for each of its groups, would be over 8 KB. */
+/* Blocks that share `groups` of columns, none of them without any: as many as are resident, in multiples of that where
+ * the results of a block, `results` floats for each of its groups, would be over 8 KB. */
 int fmoe_cuda_decode_blocks(int groups, int resident, int results);
 
-/* Slots a block of the counting sort takes: 128 blocks, which add up each other's counts, or 512 that leave that to a scan. */
+/* Slots a block of the counting sort takes: 128 blocks, which add up each other's counts, or 512 that leave that to a
+ * scan. */
 int fmoe_cuda_sort_chunk(int64_t R);
 
 #ifdef __cplusplus

@@ -40,7 +40,8 @@ int main(int argc, char **argv)
     int major = 0, minor = -1;
     const char *const built = strstr(said, "built with ");
     if (built) sscanf(built, "built with %d.%d", &major, &minor);
-    const int ok = status == FMOE_ERR_BACKEND && strstr(said, "the driver supports CUDA 11.4,") && major >= 12 && minor >= 0;
+    const int ok =
+        status == FMOE_ERR_BACKEND && strstr(said, "the driver supports CUDA 11.4,") && major >= 12 && minor >= 0;
     printf("%s%s (status %d)\n%d passed, %d failed, 0 skipped\n", ok ? "" : "FAILED: ", said, (int)status, ok, !ok);
     return !ok;
 }

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// test_launches.cu - what the CUDA backend launches, without a GPU: order, grids, shared memory, clusters, and which launches may begin
-// before the one before them has ended. A forgotten wait is a race that a run on a card may not show; here it is a line that differs.
+// test_launches.cu - what the CUDA backend launches, without a GPU: order, grids, shared memory, clusters, and which
+// launches may begin before the one before them has ended. A forgotten wait is a race that a run on a card may not
+// show; here it is a line that differs.
 //
 //   test_launches FILE                      compares with FILE (launches.txt), which says what is expected
 //   test_launches --write FILE              writes it
-//   test_launches --draw SEED COUNT [SIZES] prints the launches of drawn layers, to compare two builds; SIZES: a line for each kernel,
+//   test_launches --draw SEED COUNT [SIZES] prints the launches of drawn layers, to compare two builds; SIZES: a line
+//   for each kernel,
 //                                           its mangled name and the sizes of its parameters, which are printed then
 #include <cxxabi.h>
 
@@ -58,7 +60,7 @@ static void report(const record_launch *r)
     if (strstr(r->kernel, "_sm90_kernel")) {
         const Sm90Args &a = *(const Sm90Args *)r->args[0];
         note += a.begin == SM90_EARLY ? " EARLY" : " waits";
-        if (a.halves) note += " lets-in-early";
+        if (a.lets_in_early) note += " lets-in-early";
     }
     launches.push_back({*r, note});
 }
@@ -111,7 +113,8 @@ static uintptr_t take(int64_t bytes, int64_t gap)
 }
 
 // turned: the last two dimensions are stored the other way round; pad: elements after each row.
-static const fmoe_tensor *tensor(int dtype, std::vector<int64_t> shape, bool turned = false, int64_t pad = 0, int64_t gap = 0)
+static const fmoe_tensor *tensor(int dtype, std::vector<int64_t> shape, bool turned = false, int64_t pad = 0,
+                                 int64_t gap = 0)
 {
     tensors.emplace_back();
     Tensor &v = tensors.back();
@@ -171,14 +174,14 @@ struct Experts {
     int64_t T = 8192, H = 2048, I = 768, E = 128, k = 8;
     int dtype = FMOE_BF16, gtype = FMOE_BF16, act = FMOE_ACT_SWIGLU;
     uint32_t flags = 0, run_flags = 0;
-    int grads = ALL, factors = ALL;         // those that are asked for
-    bool nmajor1 = false, nmajor2 = false;  // weights stored [in,out]
-    bool turned_grads = false;              // gradients so
+    int grads = ALL, factors = ALL;        // those that are asked for
+    bool nmajor1 = false, nmajor2 = false; // weights stored [in,out]
+    bool turned_grads = false;             // gradients so
     bool list = false, list_grads = false;
-    int scatter = 0;                        // lists: 0 equal distances, 1 anywhere, 2 strides of their own
+    int scatter = 0; // lists: 0 equal distances, 1 anywhere, 2 strides of their own
     int64_t rank1 = 0, rank2 = 0, shift = 0;
     int turned_factors = 0;
-    bool inference = false;                 // that alone
+    bool inference = false; // that alone
 };
 
 static uint64_t state = 1;
@@ -194,7 +197,8 @@ static const fmoe_tensor *matrices(const Experts &c, int dtype, int64_t rows, in
 {
     lists.emplace_back();
     for (int64_t e = 0; e < c.E; e++)
-        lists.back().push_back(*tensor(dtype, {rows, cols}, turned, c.scatter > 1 ? 8 * (e % 3) : 0, c.scatter ? 16 * (e * 7 % 40) : 0));
+        lists.back().push_back(
+            *tensor(dtype, {rows, cols}, turned, c.scatter > 1 ? 8 * (e % 3) : 0, c.scatter ? 16 * (e * 7 % 40) : 0));
     return lists.back().data();
 }
 
@@ -328,7 +332,8 @@ static void run_small(int dtype, int64_t T, int64_t H, int64_t E, int64_t k, int
     d.dtype = dtype, d.H = H, d.I = H, d.E = E, d.k = k;
     d.op = FMOE_OP_ROUTE;
     d.route.groups = groups, d.route.topk_groups = groups > 1 ? groups / 2 : 0;
-    const fmoe_tensor *const logits = tensor(dtype, {T, E}), *const ids = tensor(-64, {T, k}), *const p = tensor(FMOE_F32, {T, k});
+    const fmoe_tensor *const logits = tensor(dtype, {T, E}), *const ids = tensor(-64, {T, k}),
+                             *const p = tensor(FMOE_F32, {T, k});
     {
         Plan1 plan(d);
         fmoe_route_args a = {};
@@ -342,7 +347,8 @@ static void run_small(int dtype, int64_t T, int64_t H, int64_t E, int64_t k, int
     d.op = FMOE_OP_PERMUTE;
     {
         Plan1 plan(d);
-        const fmoe_tensor *const x = tensor(dtype, {T, H}), *const xp = tensor(dtype, {T * k, H}), *const map = tensor(-64, {T * k});
+        const fmoe_tensor *const x = tensor(dtype, {T, H}), *const xp = tensor(dtype, {T * k, H}),
+                                 *const map = tensor(-64, {T * k});
         fmoe_run r = plan.run(FMOE_FORWARD, T, 0);
         fmoe_permute_args a = {sizeof a, x, ids, xp, map, tensor(-64, {E})};
         flush("  permute forward", backend->permute[0](&plan.p, &a, &r));
@@ -395,10 +401,12 @@ static void named()
     experts("dW1's memory is borrowed, no dx", [](X c) { c.T = 1024, c.flags = FMOE_BORROW_DW1, c.grads = DW1 | DW2; });
     experts("h is computed again", [](X c) { c.flags = FMOE_RECOMPUTE; });
     experts("biases, gate and up as neighbours, weights [in,out]", [](X c) {
-        c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI, c.nmajor1 = c.nmajor2 = true;
+        c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI,
+        c.nmajor1 = c.nmajor2 = true;
     });
     experts("the same with few rows an expert, h is computed again", [](X c) {
-        c.T = 1024, c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED | FMOE_RECOMPUTE, c.act = FMOE_ACT_SWIGLU_OAI;
+        c.T = 1024, c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED | FMOE_RECOMPUTE,
+        c.act = FMOE_ACT_SWIGLU_OAI;
         c.nmajor1 = c.nmajor2 = true;
     });
     experts("gate and up as neighbours, weights [out,in]", [](X c) { c.flags = FMOE_INTERLEAVED; });
@@ -412,7 +420,8 @@ static void named()
     experts("adapters", [](X c) { c.rank1 = c.rank2 = 16; });
     experts("adapters, frozen weights", [](X c) { c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
     experts("adapters of a large rank, few rows an expert", [](X c) { c.T = 1024, c.rank1 = c.rank2 = 72; });
-    experts("adapters of a large rank, of B2 and W1 the gradients", [](X c) { c.rank1 = c.rank2 = 72, c.factors = B2, c.grads = DW1; });
+    experts("adapters of a large rank, of B2 and W1 the gradients",
+            [](X c) { c.rank1 = c.rank2 = 72, c.factors = B2, c.grads = DW1; });
     experts("adapters stored the other way", [](X c) { c.rank1 = c.rank2 = 24, c.turned_factors = 15; });
     experts("f32", [](X c) { c.dtype = c.gtype = FMOE_F32, c.flags = FMOE_BIAS; });
     experts("sizes that are odd", [](X c) { c.H = 100, c.I = 36, c.E = 5, c.T = 50, c.k = 2; });
@@ -425,7 +434,8 @@ static void named()
     experts("one token, adapters", [](X c) { c.T = 1, c.rank1 = c.rank2 = 16, c.inference = true; });
     typedef Groups &G;
     gmm("grouped matmul", [](G) {});
-    gmm("grouped matmul, biases, gradients of f32 that are added to", [](G c) { c.bias = true, c.gtype = FMOE_F32, c.run_flags = FMOE_ACCUMULATE; });
+    gmm("grouped matmul, biases, gradients of f32 that are added to",
+        [](G c) { c.bias = true, c.gtype = FMOE_F32, c.run_flags = FMOE_ACCUMULATE; });
     gmm("grouped matmul, f32 results", [](G c) { c.wide = FMOE_F32; });
     gmm("grouped matmul, a list as a stack would be", [](G c) { c.list = true; });
     gmm("grouped matmul, a list", [](G c) { c.list = true, c.alike = false, c.E = 2; });
@@ -434,7 +444,8 @@ static void named()
     say("small operations, groups of experts\n"), run_small(FMOE_F16, 300, 100, 256, 8, 8, false);
     record_capability = 80;
     experts("compute capability 8.0", [](X) {});
-    experts("compute capability 8.0, adapters, h is computed again", [](X c) { c.rank1 = c.rank2 = 16, c.flags = FMOE_RECOMPUTE; });
+    experts("compute capability 8.0, adapters, h is computed again",
+            [](X c) { c.rank1 = c.rank2 = 16, c.flags = FMOE_RECOMPUTE; });
     experts("compute capability 8.0, four tokens", [](X c) { c.T = 4, c.inference = true; });
     gmm("compute capability 8.0, grouped matmul", [](G c) { c.bias = true; });
     record_capability = 90;
@@ -442,19 +453,24 @@ static void named()
 
 static void drawn(int count)
 {
-    static const int types[] = {FMOE_BF16, FMOE_BF16, FMOE_F16, FMOE_F32}, acts[] = {0, 0, 0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20};
+    static const int types[] = {FMOE_BF16, FMOE_BF16, FMOE_F16, FMOE_F32},
+                     acts[] = {0, 0, 0, 1, 2, 3, 4, 5, 6, 16, 17, 18, 19, 20};
     for (int i = 0; i < count; i++) {
         say("drawn %d\n", i);
         record_capability = coin(85) ? 90 : coin() ? 80 : 100;
         if (coin(8)) {
-            run_small(types[pick(0, 3)], pick(1, 3000), coin() ? 8 * pick(1, 200) : pick(1, 300), 8 * pick(1, coin() ? 40 : 300), pick(1, 8), coin() ? 1 : 8, coin(30));
+            run_small(types[pick(0, 3)], pick(1, 3000), coin() ? 8 * pick(1, 200) : pick(1, 300),
+                      8 * pick(1, coin() ? 40 : 300), pick(1, 8), coin() ? 1 : 8, coin(30));
             continue;
         }
         if (coin(15)) {
             Groups c;
-            c.E = coin(20) ? 1 : pick(2, 40), c.K = coin(70) ? 64 * pick(1, 12) : pick(1, 200), c.N = coin(70) ? 8 * pick(1, 99) : pick(1, 200);
-            c.R = c.E * pick(0, 300), c.dtype = types[pick(0, 3)], c.wide = coin(70) ? c.dtype : FMOE_F32, c.gtype = coin() ? c.dtype : FMOE_F32;
-            c.turned = coin(), c.list = coin(40), c.alike = coin(60), c.bias = coin(40) && !(c.list && c.alike), c.sizes = c.E > 1 || coin();
+            c.E = coin(20) ? 1 : pick(2, 40), c.K = coin(70) ? 64 * pick(1, 12) : pick(1, 200),
+            c.N = coin(70) ? 8 * pick(1, 99) : pick(1, 200);
+            c.R = c.E * pick(0, 300), c.dtype = types[pick(0, 3)], c.wide = coin(70) ? c.dtype : FMOE_F32,
+            c.gtype = coin() ? c.dtype : FMOE_F32;
+            c.turned = coin(), c.list = coin(40), c.alike = coin(60), c.bias = coin(40) && !(c.list && c.alike),
+            c.sizes = c.E > 1 || coin();
             c.run_flags = (coin() ? FMOE_ACCUMULATE : 0) | (coin() ? FMOE_ADD_DX : 0);
             run_gmm(c);
             continue;
@@ -468,7 +484,9 @@ static void drawn(int count)
         c.T = coin(12) ? pick(0, 6) : coin() ? pick(7, 400) : pick(400, 20000);
         c.list = coin(25), c.list_grads = coin(15) ? !c.list : c.list, c.scatter = (int)pick(0, 2);
         c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && !c.list_grads && coin(30) ? FMOE_BIAS : 0) |
-                  (coin(25) ? FMOE_RECOMPUTE : coin() ? FMOE_REUSE_SAVED : 0);
+                  (coin(25) ? FMOE_RECOMPUTE
+                   : coin() ? FMOE_REUSE_SAVED
+                            : 0);
         c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
         c.grads = coin(40) ? ALL : (int)pick(0, 15), c.factors = coin() ? 15 : (int)pick(0, 15);
         c.nmajor1 = coin(30), c.nmajor2 = coin(30), c.turned_grads = coin(25), c.shift = coin(7) ? 4 : 0;
@@ -536,7 +554,9 @@ int main(int argc, char **argv)
         }
         if (!more && !expected) break;
         if (more != expected || got != want) {
-            if (ok) printf("FAILED: %s, line %d\n  expected %s\n  got      %s\n", layer.c_str(), line, expected ? want.c_str() : "nothing", more ? got.c_str() : "nothing");
+            if (ok)
+                printf("FAILED: %s, line %d\n  expected %s\n  got      %s\n", layer.c_str(), line,
+                       expected ? want.c_str() : "nothing", more ? got.c_str() : "nothing");
             ok = false;
             if (more != expected) {
                 failed++;

@@ -47,28 +47,35 @@ int main(void)
     CHECK(fmoe_cuda_dh_tile(768) == 192 && fmoe_cuda_dh_tile(1536) == 192);
     CHECK(fmoe_cuda_dh_tile(1024) == 128 && fmoe_cuda_dh_tile(128) == 128);
     s.cc = 90;
-    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) && !fmoe_cuda_use_decode(&s, 0));
+    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) &&
+          !fmoe_cuda_use_decode(&s, 0));
     s.I = 700;
     CHECK(!fmoe_cuda_use_decode(&s, 1));
     s.I = 1408;
     CHECK(fmoe_cuda_use_decode(&s, 1));
     s.I = 768;
-    CHECK(fmoe_cuda_use_decode_cols(&s, 8) && !fmoe_cuda_use_decode_cols(&s, 16) && !fmoe_cuda_use_decode_cols(&s, 0));
-    const int64_t most = fmoe_cuda_most_decode_cols(&s);
-    CHECK(most >= 8 && most < 16 && fmoe_cuda_use_decode_cols(&s, most) && !fmoe_cuda_use_decode_cols(&s, most + 1));
+    CHECK(fmoe_cuda_use_decode_nmajor(&s, 8) && !fmoe_cuda_use_decode_nmajor(&s, 16) &&
+          !fmoe_cuda_use_decode_nmajor(&s, 0));
+    const int64_t most = fmoe_cuda_most_decode_nmajor(&s);
+    CHECK(most >= 8 && most < 16 && fmoe_cuda_use_decode_nmajor(&s, most) &&
+          !fmoe_cuda_use_decode_nmajor(&s, most + 1));
     s.I = 8200;
-    CHECK(fmoe_cuda_use_decode_cols(&s, 1) && !fmoe_cuda_use_decode_cols(&s, 2));
+    CHECK(fmoe_cuda_use_decode_nmajor(&s, 1) && !fmoe_cuda_use_decode_nmajor(&s, 2));
     s.I = 768;
     s.gated = 0; /* weights [out,in] only */
-    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode_cols(&s, 1) && fmoe_cuda_most_decode_cols(&s) == 0);
+    CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode_nmajor(&s, 1) &&
+          fmoe_cuda_most_decode_nmajor(&s) == 0);
     s.gated = 1;
-    CHECK(fmoe_cuda_decode_rank(0) && fmoe_cuda_decode_rank(8) && fmoe_cuda_decode_rank(128) && !fmoe_cuda_decode_rank(136) && !fmoe_cuda_decode_rank(12));
+    CHECK(fmoe_cuda_decode_rank(0) && fmoe_cuda_decode_rank(8) && fmoe_cuda_decode_rank(128) &&
+          !fmoe_cuda_decode_rank(136) && !fmoe_cuda_decode_rank(12));
     s.E = 8, s.k = 2;
     CHECK(fmoe_cuda_use_decode(&s, 4) && !fmoe_cuda_use_decode(&s, 5));
-    for (int groups = 1; groups < 2000; groups += 61) /* none of the blocks is left without columns, and their results fit */
+    for (int groups = 1; groups < 2000;
+         groups += 61) /* none of the blocks is left without columns, and their results fit */
         for (int results = 4; results <= 4096; results *= 2) {
             const int blocks = fmoe_cuda_decode_blocks(groups, 264, results), each = (groups + blocks - 1) / blocks;
-            CHECK(blocks >= 1 && blocks <= groups && (blocks == groups || (blocks % 264 == 0 && each * results <= 2048)));
+            CHECK(blocks >= 1 && blocks <= groups &&
+                  (blocks == groups || (blocks % 264 == 0 && each * results <= 2048)));
         }
     CHECK(fmoe_cuda_decode_blocks(512, 264, 16) == 264 && fmoe_cuda_decode_blocks(1792, 264, 4 * 320) == 1792);
     CHECK(fmoe_cuda_use_tokens(4096 * 8, 128) && !fmoe_cuda_use_tokens(8192 * 8, 128));

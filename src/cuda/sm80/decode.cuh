@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What both ways of storing them
-// share.
+// decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What both ways
+// of storing them share.
 #pragma once
 #include "cuda/act.cuh"
 
@@ -9,16 +9,17 @@
 // Runs the forward of few tokens where that path applies; false: it does not, and nothing was done.
 static constexpr int DECODE_PARTS = 8;
 struct DecodeScratch {
-    void *a;            // [R, I] in the plan's dtype
-    void *parts;        // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
-    const void *low[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
+    void *a;             // [R, I] in the plan's dtype
+    void *parts;         // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
+    const void *lora[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
 };
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch, Stream &s);
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch,
+                Stream &s);
 
 static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
 
 // An adapter adds scale (x A^T) B^T; A is [E, rank, in], B [E, out, rank], the rows of both of unit stride.
-struct DecodeLow {
+struct DecodeLora {
     const void *a, *b;
     int64_t a_g, a_r, b_g, b_r;
     void *rows; // scale x A^T, [R, rank]
@@ -34,12 +35,12 @@ struct DecodeArgs {
     int64_t x_r;
     const void *w1, *w2; // rows [out,in] or [in,out], of unit stride
     int64_t w1_r, w1_g, w2_r, w2_g;
-    int64_t gate, up; // of feature i w1 has the gate in row or column i * gate, and the value beside it `up` further
-    int gated;        // if not, features 2i and 2i + 1 are there
-    DecodeLow low[2]; // of W1, of W2
-    View b1, b2;      // biases, or NULL
-    void *a;          // [R, I]
-    float *part[2];   // [DECODE_PARTS][R, 2I] and [.., H]: parts of sums over k, in their order
+    int64_t gate, up;   // of feature i w1 has the gate in row or column i * gate, and the value beside it `up` further
+    int gated;          // if not, features 2i and 2i + 1 are there
+    DecodeLora lora[2]; // of W1, of W2
+    View b1, b2;        // biases, or NULL
+    void *a;            // [R, I]
+    float *part[2];     // [DECODE_PARTS][R, 2I] and [.., H]: parts of sums over k, in their order
     void *out;
     int64_t out_r;
     int act, add;
@@ -57,8 +58,8 @@ DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
     a.error->code = DEVERR_ID;
 }
 
-// The experts that slots name, in the order of their numbers: the slots of the h-th are first[h], next[first[h]] and so on to -1. In
-// shared memory; up to 1024 slots and 4096 experts (fmoe_cuda_use_decode).
+// The experts that slots name, in the order of their numbers: the slots of the h-th are first[h], next[first[h]] and so
+// on to -1. In shared memory; up to 1024 slots and 4096 experts (fmoe_cuda_use_decode).
 struct Hits {
     int *first;
     uint32_t *bits;
@@ -94,7 +95,8 @@ DEV Hits find_experts(const DecodeArgs &a, char *shared)
     for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) {
         const int e = h.id[i];
         if (e < 0) continue;
-        h.next[i] = (int16_t)atomicExch(&h.first[h.rank(e)], i); // in any order: no sum runs over the slots of an expert
+        // In any order: no sum runs over the slots of an expert.
+        h.next[i] = (int16_t)atomicExch(&h.first[h.rank(e)], i);
     }
     h.count = 0;
     for (int w = 0; w < words; w++) h.count += __popc(h.bits[w]);
@@ -109,7 +111,8 @@ template <class T> DEV void unpack8(const uint4 &v, float (&f)[8])
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if constexpr (std::is_same_v<T, bf16>) f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        if constexpr (std::is_same_v<T, bf16>)
+            f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
         else {
             const float2 p = __half22float2(*(const __half2 *)&w[i]);
             f[2 * i] = p.x, f[2 * i + 1] = p.y;
@@ -129,4 +132,4 @@ DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float u
 }
 
 // Weights [in,out]: up, down and the sums in three launches (decode_nmajor.cu).
-void decode_cols_run(const DecodeArgs &a, int dtype, int sms, Stream &s);
+void decode_nmajor_run(const DecodeArgs &a, int dtype, int sms, Stream &s);

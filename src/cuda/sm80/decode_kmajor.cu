@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode_kmajor.cu - inference of few tokens with weights [out,in] (decode_nmajor.cu: [in,out]).
 //
-// Two launches, up with activation and down with the weighted sum; down starts under the tail of up, and asks for weights before it waits
-// for up. There is no row map: every block finds the experts that are hit, and their slots, from the ids. As many blocks as fit at once
-// walk all rows, so that they end together. A warp reads whole rows of weights, 512 contiguous bytes at a time, and multiplies them with
-// the expert's tokens. (Fragments for mma.sync, 64 bytes of 16 rows at a time, were half as fast.)
+// Two launches, up with activation and down with the weighted sum; down starts under the tail of up, and asks for
+// weights before it waits for up. There is no row map: every block finds the experts that are hit, and their slots,
+// from the ids. As many blocks as fit at once walk all rows, so that they end together. A warp reads whole rows of
+// weights, 512 contiguous bytes at a time, and multiplies them with the expert's tokens. (Fragments for mma.sync, 64
+// bytes of 16 rows at a time, were half as fast.)
 //
-// An adapter is a launch more before the product it belongs to, x A^T, and further steps of that product's sums, with B.
+// An adapter is a launch more before the product it belongs to, x A^T, and further steps of that product's sums, with
+// B.
 #include "decode.cuh"
 #include "mma.cuh"
 #include "cuda/ops.cuh"
@@ -18,12 +20,15 @@ DEV float warp_sum(float v)
     return v;
 }
 
-// What a kernel is made for; each form has what those before it have, and takes more registers: ANY and LISTS 2 to 4 % of the time.
+// What a kernel is made for; each form has what those before it have, and takes more registers: ANY and LISTS 2 to 4 %
+// of the time.
 enum Form {
-    WHOLE,   // stacks of gated experts, rows of whole 256 elements, no biases
-    ANY,     // biases, gates beside ups, not gated; the last chunk of a row may not be a whole one
-    LISTS,   // every expert's matrices where they are
-    ADAPTERS // of stacks too, taken as lists. With 8 chunks of a token at once up had no registers left, and all took up to 18 % longer: it has 4
+    WHOLE, // stacks of gated experts, rows of whole 256 elements, no biases
+    ANY,   // biases, gates beside ups, not gated; the last chunk of a row may not be a whole one
+    LISTS, // every expert's matrices where they are
+    // Of stacks too, taken as lists. With 8 chunks of a token at once up had no registers left, and all took up to 18 %
+    // longer: it has 4.
+    ADAPTERS
 };
 
 // The first two rows of every expert, in units from the lowest matrix. Launch parameters, with all others 4 KB at most.
@@ -31,41 +36,45 @@ struct Lists {
     static constexpr int MOST = 448, UNIT = 8; // experts; elements, 16 bytes
     uint32_t at[2][MOST];
 };
-struct NoLists {};
+struct NoLists {
+};
 static_assert(sizeof(DecodeArgs) + sizeof(Lists) <= 4096, "launch parameters");
 template <int FORM> using ListsOf = std::conditional_t<FORM >= LISTS, Lists, NoLists>;
 
-// The rows of weights a warp multiplies: ROWS at a time, `apart` elements from one another, the first ones `r` times i % width into the
-// (i / width)-th expert, for i = begin, begin + step and so on. Lists: p is the lowest, g and apart are not used.
+// The rows of weights a warp multiplies: ROWS at a time, `apart` elements from one another, the first ones `r` times i
+// % width into the (i / width)-th expert, for i = begin, begin + step and so on. Lists: p is the lowest, g and apart
+// are not used.
 template <class T> struct Weights {
     const T *p;
     int64_t g, r, apart;
     int n, width, begin, step; // n: elements of a row
 };
 
-// An adapter's part of a group's sums: a lane has 8 steps. B is asked for ahead of the weights and x A^T ahead of the token; both wait in
-// shared memory. (In registers: 1 us more for one token.) Row r of a group is row first + group * between + r * beside of B.
+// An adapter's part of a group's sums: a lane has 8 steps. B is asked for ahead of the weights and x A^T ahead of the
+// token; both wait in shared memory. (In registers: 1 us more for one token.) Row r of a group is row first + group *
+// between + r * beside of B.
 template <class T, int ROWS, int NT> struct Adapter {
-    const DecodeLow &low;
+    const DecodeLora &lora;
     int64_t first, between, beside;
     char *shared;
     static __host__ DEV int bytes_of(int rank) { return DECODE_WARPS * (ROWS + NT) * rank * (int)sizeof(T); }
-    DEV T *mine(int i) const { return (T *)shared + (threadIdx.x / 32 * (ROWS + NT) + i) * low.rank + step(); } // of ROWS rows of B and NT of x A^T
+    // Where this lane keeps row i: the first ROWS are of B, NT more of x A^T.
+    DEV T *mine(int i) const { return (T *)shared + (threadIdx.x / 32 * (ROWS + NT) + i) * lora.rank + step(); }
     DEV int step() const { return threadIdx.x % 32 * 8; }
-    DEV void ask_factor(int e, int group) const
+    DEV void prefetch_factor(int e, int group) const
     {
-        if (step() >= low.rank) return;
-        const T *const b = (const T *)low.b + e * low.b_g + (first + group * between) * low.b_r + step();
+        if (step() >= lora.rank) return;
+        const T *const b = (const T *)lora.b + e * lora.b_g + (first + group * between) * lora.b_r + step();
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) cp_async16(mine(r), b + r * beside * low.b_r);
+        for (int r = 0; r < ROWS; r++) cp_async16(mine(r), b + r * beside * lora.b_r);
     }
-    DEV void ask_token(int t, int slot) const
+    DEV void prefetch_token(int t, int slot) const
     {
-        if (step() < low.rank) cp_async16(mine(ROWS + t), (const T *)low.rows + slot * low.rank + step());
+        if (step() < lora.rank) cp_async16(mine(ROWS + t), (const T *)lora.rows + slot * lora.rank + step());
     }
     DEV void add(int t, float (&acc)[ROWS]) const
     {
-        if (step() >= low.rank) return;
+        if (step() >= lora.rank) return;
         cp_async_commit();
         cp_async_wait<0>();
         float x[8], b[8];
@@ -79,21 +88,25 @@ template <class T, int ROWS, int NT> struct Adapter {
     }
 };
 struct NoAdapter {
-    DEV void ask_factor(int, int) const {}
-    DEV void ask_token(int, int) const {}
+    DEV void prefetch_factor(int, int) const {}
+    DEV void prefetch_token(int, int) const {}
     template <int ROWS> DEV void add(int, float (&)[ROWS]) const {}
 };
-template <class T, int ROWS, int NT, int FORM> DEV auto adapter(const DecodeLow &low, char *shared, int64_t first, int64_t between, int64_t beside)
+template <class T, int ROWS, int NT, int FORM>
+DEV auto adapter(const DecodeLora &lora, char *shared, int64_t first, int64_t between, int64_t beside)
 {
-    if constexpr (FORM == ADAPTERS) return Adapter<T, ROWS, NT>{low, first, between, beside, shared};
+    if constexpr (FORM == ADAPTERS) return Adapter<T, ROWS, NT>{lora, first, between, beside, shared};
     else return NoAdapter();
 }
 
-// Calls done(slot, i % width, acc) in all lanes, acc[r] = <row r, token of the slot>, for the slots of the warp's experts, NT at a time.
-// DEPTH chunks of every row are asked for at once, and with them those of a token (TOGETHER: of all NT): loads come back in their order,
-// so even what is in the cache comes after weights that other warps want. `ready` is called between the first weights and the first token.
-template <int ROWS, int DEPTH, int NT, bool TOGETHER, int FORM, class T, class Low, class Token, class Ready, class Done>
-DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &low, const Hits &h, Token token_of, Ready ready, Done done)
+// Calls done(slot, i % width, acc) in all lanes, acc[r] = <row r, token of the slot>, for the slots of the warp's
+// experts, NT at a time. DEPTH chunks of every row are asked for at once, and with them those of a token (TOGETHER: of
+// all NT): loads come back in their order, so even what is in the cache comes after weights that other warps want.
+// `ready` is called between the first weights and the first token.
+template <int ROWS, int DEPTH, int NT, bool TOGETHER, int FORM, class T, class Lora, class Token, class Ready,
+          class Done>
+DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Lora &lora, const Hits &h, Token token_of,
+                  Ready ready, Done done)
 {
     const int lane = threadIdx.x % 32;
     const auto in = [&](int c) { return c * 256 + (FORM >= ANY ? lane * 8 : 0) < w.n; };
@@ -103,7 +116,9 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &lo
         if (hit >= h.count) break;
         int next = h.first[hit];
         int64_t at = h.id[next] * w.g, apart = w.apart;
-        if constexpr (FORM >= LISTS) at = (int64_t)lists.at[0][h.id[next]] * Lists::UNIT, apart = (int64_t)lists.at[1][h.id[next]] * Lists::UNIT - at;
+        if constexpr (FORM >= LISTS)
+            at = (int64_t)lists.at[0][h.id[next]] * Lists::UNIT,
+            apart = (int64_t)lists.at[1][h.id[next]] * Lists::UNIT - at;
         const T *const row = w.p + at + group * w.r + lane * 8;
         while (next >= 0) {
             int slot[NT];
@@ -116,7 +131,7 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &lo
                 next = h.next[next];
             }
             float acc[NT][ROWS] = {};
-            low.ask_factor(h.id[slot[0]], group);
+            lora.prefetch_factor(h.id[slot[0]], group);
 #pragma unroll 1
             for (int c0 = 0; c0 * 256 < w.n; c0 += DEPTH) {
                 uint4 v[DEPTH][ROWS], all[NT][DEPTH];
@@ -129,7 +144,7 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &lo
                 waited = true;
 #pragma unroll
                 for (int t = 0; t < NT; t++)
-                    if (c0 == 0 && slot[t] >= 0) low.ask_token(t, slot[t]);
+                    if (c0 == 0 && slot[t] >= 0) lora.prefetch_token(t, slot[t]);
                 const auto load = [&](int t, int c) { return *(const uint4 *)(token[t] + (c0 + c) * 256); };
 #pragma unroll
                 for (int t = 0; t < NT; t++)
@@ -163,7 +178,7 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &lo
 #pragma unroll
             for (int t = 0; t < NT; t++) {
                 if (slot[t] < 0) break;
-                low.add(t, acc[t]);
+                lora.add(t, acc[t]);
 #pragma unroll
                 for (int r = 0; r < ROWS; r++) acc[t][r] = warp_sum(acc[t][r]);
                 done(slot[t], group, acc[t]);
@@ -174,64 +189,94 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Low &lo
 }
 
 // x A1^T, or `second` a A2^T: a warp has one row of A at a time. Few registers, so that the next launch fits beside it.
-template <class T> __global__ void __launch_bounds__(DECODE_THREADS, 4) decode_low(const __grid_constant__ DecodeArgs a, int second)
+template <class T>
+__global__ void __launch_bounds__(DECODE_THREADS, 4) decode_lora(const __grid_constant__ DecodeArgs a, int second)
 {
     extern __shared__ __align__(16) char shared[];
-    const DecodeLow &low = a.low[second];
-    if (!second) depend_wait(); // ids and x come from the launch before; of the second one, up or its adapter waited for it
+    const DecodeLora &lora = a.lora[second];
+    // Ids and x come from the launch before; of the second one, up or its adapter waited for it.
+    if (!second) depend_wait();
     depend_launch();
     const Hits h = find_experts(a, shared);
     const int warp = blockIdx.x * DECODE_WARPS + threadIdx.x / 32, warps = gridDim.x * DECODE_WARPS;
-    const Weights<T> w = {(const T *)low.a, low.a_g, low.a_r, 0, (int)(second ? a.I : a.H), low.rank, warp, warps};
-    const auto token = [&](int slot) { return second ? (const T *)a.a + slot * a.I : (const T *)a.x + slot / a.k * a.x_r; };
-    multiply<1, 4, 2, false, ANY>(w, NoLists(), NoAdapter(), h, token, [] { depend_wait(); }, [&](int slot, int row, const float (&v)[1]) {
-        if (threadIdx.x % 32 == 0) ((T *)low.rows)[slot * low.rank + row] = from_float<T>(v[0] * low.scale);
-    });
+    const Weights<T> w = {(const T *)lora.a, lora.a_g, lora.a_r, 0, (int)(second ? a.I : a.H), lora.rank, warp, warps};
+    const auto token = [&](int slot) {
+        return second ? (const T *)a.a + slot * a.I : (const T *)a.x + slot / a.k * a.x_r;
+    };
+    multiply<1, 4, 2, false, ANY>(
+        w, NoLists(), NoAdapter(), h, token, [] { depend_wait(); },
+        [&](int slot, int row, const float(&v)[1]) {
+            if (threadIdx.x % 32 == 0) ((T *)lora.rows)[slot * lora.rank + row] = from_float<T>(v[0] * lora.scale);
+        });
 }
 
 // up: a warp has one column of one expert at a time, its gate and its up row; not gated, two columns.
 template <class T, int NT, int DEPTH, int PER_SM, int FORM>
-__global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_up(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
+__global__ void __launch_bounds__(DECODE_THREADS, PER_SM)
+    decode_up(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
 {
     extern __shared__ __align__(16) char shared[];
-    if (FORM < ADAPTERS || !a.low[0].rank) depend_wait(); // ids and x come from the launch before; the adapter's waited for it
+    // Ids and x come from the launch before; the adapter's waited for it.
+    if (FORM < ADAPTERS || !a.lora[0].rank) depend_wait();
     depend_launch();
-    const Hits h = find_experts(a, shared + (FORM == ADAPTERS ? Adapter<T, 2, NT>::bytes_of(a.low[0].rank) : 0));
+    const Hits h = find_experts(a, shared + (FORM == ADAPTERS ? Adapter<T, 2, NT>::bytes_of(a.lora[0].rank) : 0));
     const int warp = blockIdx.x * DECODE_WARPS + threadIdx.x / 32, warps = gridDim.x * DECODE_WARPS;
     const int both = FORM >= ANY && !a.gated;
-    const Weights<T> w = {(const T *)a.w1, a.w1_g, FORM >= ANY ? a.gate * a.w1_r : a.w1_r, (FORM >= ANY ? a.up : a.I) * a.w1_r, (int)a.H, (int)a.I >> both, warp, warps};
+    const Weights<T> w = {(const T *)a.w1,
+                          a.w1_g,
+                          FORM >= ANY ? a.gate * a.w1_r : a.w1_r,
+                          (FORM >= ANY ? a.up : a.I) * a.w1_r,
+                          (int)a.H,
+                          (int)a.I >> both,
+                          warp,
+                          warps};
     const auto token = [&](int slot) { return (const T *)a.x + slot / a.k * a.x_r; };
-    const auto now_low = [] {
+    const auto now_lora = [] {
         if (FORM == ADAPTERS) depend_wait();
     };
-    const auto low = adapter<T, 2, NT, FORM>(a.low[0], shared, 0, a.gate, a.up);
-    multiply<2, DEPTH, NT, false, FORM>(w, lists, low, h, token, now_low, [&](int slot, int group, const float (&v)[2]) {
-        const int lane = threadIdx.x % 32;
-        if (lane > both) return;
-        const int column = both ? 2 * group + lane : group;
-        const float gate = both && lane ? v[1] : v[0];
-        const float r = FORM >= ANY ? decode_act(a, h.id[slot], column, gate, v[1]) : gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value;
-        ((T *)a.a)[slot * a.I + column] = from_float<T>(r);
-    });
+    const auto lora = adapter<T, 2, NT, FORM>(a.lora[0], shared, 0, a.gate, a.up);
+    multiply<2, DEPTH, NT, false, FORM>(
+        w, lists, lora, h, token, now_lora, [&](int slot, int group, const float(&v)[2]) {
+            const int lane = threadIdx.x % 32;
+            if (lane > both) return;
+            const int column = both ? 2 * group + lane : group;
+            const float gate = both && lane ? v[1] : v[0];
+            const float r =
+                FORM >= ANY ? decode_act(a, h.id[slot], column, gate, v[1])
+                            : gate_factor(a.act, v[0], a.alpha, a.limit).value * up_factor(a.act, v[1], a.limit).value;
+            ((T *)a.a)[slot * a.I + column] = from_float<T>(r);
+        });
 }
 
-// down: a block has some columns of all experts, a warp ROWS of them at a time; each token's slots are added up in their order.
+// down: a block has some columns of all experts, a warp ROWS of them at a time; each token's slots are added up in
+// their order.
 template <class T, int NT, int ROWS, int PER_SM, int FORM>
-__global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
+__global__ void __launch_bounds__(DECODE_THREADS, PER_SM)
+    decode_down(const __grid_constant__ DecodeArgs a, const __grid_constant__ ListsOf<FORM> lists)
 {
     extern __shared__ __align__(16) char shared[];
     depend_launch(); // every launch before up, or before up's adapter, is complete: that one waited for it
     const int groups = (int)a.H / ROWS, first = (int)((int64_t)groups * blockIdx.x / gridDim.x);
     const int width = (int)((int64_t)groups * (blockIdx.x + 1) / gridDim.x) - first;
     const int column = first * ROWS, columns = width * ROWS;
-    float *const prob = (float *)(shared + (FORM == ADAPTERS ? Adapter<T, ROWS, NT>::bytes_of(a.low[1].rank) : 0)), *const part = prob + a.R; // part [R][columns]
-    for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS) prob[i] = load_float(a.p.p, a.p.dtype, i / a.k * a.p.s0 + i % a.k * a.p.s1);
+    // The weights of the slots; and part [R][columns], a sum for each slot and column of this block.
+    float *const prob = (float *)(shared + (FORM == ADAPTERS ? Adapter<T, ROWS, NT>::bytes_of(a.lora[1].rank) : 0)),
+                 *const part = prob + a.R;
+    for (int i = threadIdx.x; i < a.R; i += DECODE_THREADS)
+        prob[i] = load_float(a.p.p, a.p.dtype, i / a.k * a.p.s0 + i % a.k * a.p.s1);
     const Hits h = find_experts(a, (char *)(part + a.R * columns));
-    const Weights<T> w = {(const T *)a.w2 + column * a.w2_r, a.w2_g, ROWS * a.w2_r, a.w2_r, (int)a.I, width, (int)threadIdx.x / 32, DECODE_WARPS};
+    const Weights<T> w = {(const T *)a.w2 + column * a.w2_r,
+                          a.w2_g,
+                          ROWS * a.w2_r,
+                          a.w2_r,
+                          (int)a.I,
+                          width,
+                          (int)threadIdx.x / 32,
+                          DECODE_WARPS};
     const auto token = [&](int slot) { return (const T *)a.a + slot * a.I; };
     const auto now_a = [] { depend_wait(); };
-    const auto low = adapter<T, ROWS, NT, FORM>(a.low[1], shared, column, ROWS, 1);
-    multiply<ROWS, 3, NT, true, FORM>(w, lists, low, h, token, now_a, [&](int slot, int group, const float (&v)[ROWS]) {
+    const auto lora = adapter<T, ROWS, NT, FORM>(a.lora[1], shared, column, ROWS, 1);
+    multiply<ROWS, 3, NT, true, FORM>(w, lists, lora, h, token, now_a, [&](int slot, int group, const float(&v)[ROWS]) {
         if (threadIdx.x % 32 != 0) return;
 #pragma unroll
         for (int r = 0; r < ROWS; r++) part[slot * columns + group * ROWS + r] = v[r];
@@ -243,7 +288,9 @@ __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __gr
         float s = a.add ? to_float(*out) : 0.f;
         for (int j = t * a.k; j < (t + 1) * a.k; j++)
             if (h.id[j] >= 0) {
-                const float bias = FORM >= ANY && a.b2.p ? load_float(a.b2.p, a.b2.dtype, h.id[j] * a.b2.s0 + (column + c) * a.b2.s1) : 0.f;
+                const float bias = FORM >= ANY && a.b2.p
+                                       ? load_float(a.b2.p, a.b2.dtype, h.id[j] * a.b2.s0 + (column + c) * a.b2.s1)
+                                       : 0.f;
                 s = fmaf(prob[j], part[j * columns + c] + bias, s);
             }
         *out = from_float<T>(s);
@@ -251,30 +298,38 @@ __global__ void __launch_bounds__(DECODE_THREADS, PER_SM) decode_down(const __gr
 }
 
 // PER_SM blocks a multiprocessor. lists: of W1 and of W2, where the weights are lists or there are adapters.
-template <class T, int NT, int DEPTH, int ROWS, int PER_SM> static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
+template <class T, int NT, int DEPTH, int ROWS, int PER_SM>
+static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
 {
     const int grid = PER_SM * sms, groups = (int)a.H / ROWS, hits = Hits::bytes_of(a.R, a.E);
-    const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R), columns = (groups + blocks - 1) / blocks * ROWS;
-    const int low1 = Adapter<T, 2, NT>::bytes_of(a.low[0].rank), low2 = Adapter<T, ROWS, NT>::bytes_of(a.low[1].rank);
-    const auto low = [&](int second) {
-        const int64_t most = fmoe_ceil_div((int64_t)a.R * a.low[second].rank, DECODE_WARPS);
-        if (most) launch(s, Product::DECODE, decode_low<T>, Grid{(unsigned)fmoe_min(sms, most), DECODE_THREADS, (size_t)hits}, a, second);
+    const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R),
+              columns = (groups + blocks - 1) / blocks * ROWS;
+    const int lora1 = Adapter<T, 2, NT>::bytes_of(a.lora[0].rank),
+              lora2 = Adapter<T, ROWS, NT>::bytes_of(a.lora[1].rank);
+    const auto lora = [&](int second) {
+        const int64_t most = fmoe_ceil_div((int64_t)a.R * a.lora[second].rank, DECODE_WARPS);
+        if (most)
+            launch(s, Product::DECODE, decode_lora<T>,
+                   Grid{(unsigned)fmoe_min(sms, most), DECODE_THREADS, (size_t)hits}, a, second);
     };
-    const Grid up_grid = {(unsigned)grid, DECODE_THREADS, (size_t)(hits + low1)};
-    const Grid down_grid = {(unsigned)blocks, DECODE_THREADS, (size_t)(hits + low2 + a.R * 4 * (columns + 1))};
+    const Grid up_grid = {(unsigned)grid, DECODE_THREADS, (size_t)(hits + lora1)};
+    const Grid down_grid = {(unsigned)blocks, DECODE_THREADS, (size_t)(hits + lora2 + a.R * 4 * (columns + 1))};
     const auto up = [&](auto kernel, const auto &l) { launch(s, Product::DECODE, kernel, up_grid, a, l); };
     const auto down = [&](auto kernel, const auto &l) { launch(s, Product::DECODE, kernel, down_grid, a, l); };
-    if (a.low[0].rank || a.low[1].rank) {
-        low(0);
+    if (a.lora[0].rank || a.lora[1].rank) {
+        lora(0);
         up(decode_up<T, NT, 4, PER_SM, ADAPTERS>, lists[0]);
-        low(1);
+        lora(1);
         down(decode_down<T, NT, ROWS, PER_SM, ADAPTERS>, lists[1]);
     } else if (lists) {
         up(decode_up<T, NT, DEPTH, PER_SM, LISTS>, lists[0]);
         down(decode_down<T, NT, ROWS, PER_SM, LISTS>, lists[1]);
     } else {
-        up(a.b1.p || a.gate != 1 || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, ANY> : decode_up<T, NT, DEPTH, PER_SM, WHOLE>, NoLists());
-        down(a.b2.p || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, ANY> : decode_down<T, NT, ROWS, PER_SM, WHOLE>, NoLists());
+        up(a.b1.p || a.gate != 1 || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, ANY>
+                                              : decode_up<T, NT, DEPTH, PER_SM, WHOLE>,
+           NoLists());
+        down(a.b2.p || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, ANY> : decode_down<T, NT, ROWS, PER_SM, WHOLE>,
+             NoLists());
     }
 }
 
@@ -287,12 +342,14 @@ template <class T> static void run(const DecodeArgs &a, const Lists *lists, int 
 // first(e), second(e): the addresses of those rows. *p becomes the lowest.
 template <class F, class S> static bool make_lists(Lists &l, const void **p, int64_t E, F first, S second)
 {
-    uintptr_t low = UINTPTR_MAX, high = 0, bits = 0;
+    uintptr_t lowest = UINTPTR_MAX, highest = 0, bits = 0;
     for (int64_t e = 0; e < E; e++)
-        for (const uintptr_t v : {first(e), second(e)}) low = v < low ? v : low, high = v > high ? v : high, bits |= v;
-    if (E > Lists::MOST || bits % 16 || (high - low) / 16 > UINT32_MAX) return false;
-    *p = (const void *)low;
-    for (int64_t e = 0; e < E; e++) l.at[0][e] = (uint32_t)((first(e) - low) / 16), l.at[1][e] = (uint32_t)((second(e) - low) / 16);
+        for (const uintptr_t v : {first(e), second(e)})
+            lowest = v < lowest ? v : lowest, highest = v > highest ? v : highest, bits |= v;
+    if (E > Lists::MOST || bits % 16 || (highest - lowest) / 16 > UINT32_MAX) return false;
+    *p = (const void *)lowest;
+    for (int64_t e = 0; e < E; e++)
+        l.at[0][e] = (uint32_t)((first(e) - lowest) / 16), l.at[1][e] = (uint32_t)((second(e) - lowest) / 16);
     return true;
 }
 
@@ -303,25 +360,30 @@ static bool alike(const fmoe_tensor *list, int64_t E, int64_t r) // rows of unit
     return true;
 }
 
-static bool make_low(DecodeLow &low, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, float scale, const void *rows)
+static bool make_lora(DecodeLora &lora, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, float scale,
+                      const void *rows)
 {
     if (!rank) return true;
-    low = {fmoe_data(a), fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1), fmoe_stride(b, 0), fmoe_stride(b, 1), (void *)rows, (int)rank, fmoe_lora_scale(scale)};
-    const bool lie = fmoe_stride(a, 2) == 1 && fmoe_stride(b, 2) == 1 && (low.a_g | low.a_r | low.b_g | low.b_r) % 8 == 0;
-    return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)low.a | (uintptr_t)low.b) % 16 == 0;
+    lora = {fmoe_data(a),      fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1),     fmoe_stride(b, 0),
+            fmoe_stride(b, 1), (void *)rows, (int)rank,         fmoe_lora_scale(scale)};
+    const bool lie =
+        fmoe_stride(a, 2) == 1 && fmoe_stride(b, 2) == 1 && (lora.a_g | lora.a_r | lora.b_g | lora.b_r) % 8 == 0;
+    return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)lora.a | (uintptr_t)lora.b) % 16 == 0;
 }
 
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args, const DecodeScratch &scratch, Stream &s)
+bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args,
+                const DecodeScratch &scratch, Stream &s)
 {
     const Plan *plan = plan_of(p);
     const fmoe_weights &w = args->w;
     const int64_t T = args->x->shape[0], HC = p->h_cols, E = p->d.E;
     if (!fmoe_cuda_use_decode(&plan->shape, T)) return false;
-    const bool list = !w.w1, low = p->d.rank1 || p->d.rank2, apart = !list && (p->d.flags & FMOE_INTERLEAVED);
+    const bool list = !w.w1, lora = p->d.rank1 || p->d.rank2, apart = !list && (p->d.flags & FMOE_INTERLEAVED);
     const fmoe_tensor *const w1 = w.w1 ? w.w1 : p->gated ? w.gate : w.up, *const w2 = w.w1 ? w.w2 : w.down;
     const int row = list ? 0 : 1; // the dimension
     const bool rows = fmoe_stride(w1, row + 1) == 1 && fmoe_stride(w2, row + 1) == 1;
-    const bool cols = !list && !low && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 && fmoe_cuda_use_decode_cols(&plan->shape, T);
+    const bool cols = !list && !lora && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 &&
+                      fmoe_cuda_use_decode_nmajor(&plan->shape, T);
     if (!rows && !cols) return false;
     DecodeArgs a = {};
     a.ids = view(args->ids);
@@ -341,15 +403,27 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.w2_g = list ? 0 : fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? row : 2);
     const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
     if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
-    if (!make_low(a.low[0], p->d.rank1, w.lora_a1, w.lora_b1, w.lora_scale1, scratch.low[0]) || !make_low(a.low[1], p->d.rank2, w.lora_a2, w.lora_b2, w.lora_scale2, scratch.low[1])) return false;
+    if (!make_lora(a.lora[0], p->d.rank1, w.lora_a1, w.lora_b1, w.lora_scale1, scratch.lora[0]) ||
+        !make_lora(a.lora[1], p->d.rank2, w.lora_a2, w.lora_b2, w.lora_scale2, scratch.lora[1]))
+        return false;
     Lists lists[2];
-    if (list || low) {
-        const fmoe_tensor *const beside = list && p->gated ? w.up : nullptr; // else W1's second row is further on in the same matrix
-        if (list && !(alike(w1, E, a.w1_r) && alike(w2, E, a.w2_r) && (!beside || alike(beside, E, a.w1_r)))) return false;
-        const auto at = [&](const fmoe_tensor *t, int64_t e) { return list ? (uintptr_t)fmoe_data(t + e) : (uintptr_t)fmoe_data(t) + (uintptr_t)(e * fmoe_stride(t, 0) * 2); };
+    if (list || lora) {
+        // Else W1's second row is further on in the same matrix.
+        const fmoe_tensor *const beside = list && p->gated ? w.up : nullptr;
+        if (list && !(alike(w1, E, a.w1_r) && alike(w2, E, a.w2_r) && (!beside || alike(beside, E, a.w1_r))))
+            return false;
+        const auto at = [&](const fmoe_tensor *t, int64_t e) {
+            return list ? (uintptr_t)fmoe_data(t + e)
+                        : (uintptr_t)fmoe_data(t) + (uintptr_t)(e * fmoe_stride(t, 0) * 2);
+        };
         const auto up = [&](int64_t e) { return beside ? at(beside, e) : at(w1, e) + (uintptr_t)(a.up * a.w1_r * 2); };
-        if (!make_lists(lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up)) return false;
-        if (!make_lists(lists[1], &a.w2, E, [&](int64_t e) { return at(w2, e); }, [&](int64_t e) { return at(w2, e) + (uintptr_t)(a.w2_r * 2); })) return false;
+        if (!make_lists(
+                lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up))
+            return false;
+        if (!make_lists(
+                lists[1], &a.w2, E, [&](int64_t e) { return at(w2, e); },
+                [&](int64_t e) { return at(w2, e) + (uintptr_t)(a.w2_r * 2); }))
+            return false;
     }
     a.a = scratch.a;
     a.out = fmoe_data(args->out);
@@ -362,8 +436,8 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     if (!rows) {
         a.part[0] = (float *)scratch.parts;
         a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;
-        decode_cols_run(a, p->d.dtype, plan->sms, s);
-    } else if (p->d.dtype == FMOE_BF16) run<bf16>(a, list || low ? lists : nullptr, plan->sms, s);
-    else run<f16>(a, list || low ? lists : nullptr, plan->sms, s);
+        decode_nmajor_run(a, p->d.dtype, plan->sms, s);
+    } else if (p->d.dtype == FMOE_BF16) run<bf16>(a, list || lora ? lists : nullptr, plan->sms, s);
+    else run<f16>(a, list || lora ? lists : nullptr, plan->sms, s);
     return true;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm.cu - grouped products of any size, stride and dtype: mma.sync on tiles loaded by cp.async where a 16-byte chunk is
-// aligned and inside, element by element where it is not. f32, and operands of mixed type, run on plain multiply-adds.
+// gemm.cu - grouped products of any size, stride and dtype: mma.sync on tiles loaded by cp.async where a 16-byte chunk
+// is aligned and inside, element by element where it is not. f32, and operands of mixed type, run on plain
+// multiply-adds.
 //
 // rows form:     D[r, n]    = sum_k A[r, k] * B[e][n, k] + bias[e][n]      for the rows r of each expert e
 // weight form:   D[e][m, n] = sum over the rows r of e of A[r, m] * B[r, n]
@@ -17,7 +18,9 @@ struct Side {
     bool rows_k, k_major, vector;
 };
 
-template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int *gather, bool rows_k, int64_t row0, int64_t n_mn, int64_t n_k)
+template <class T>
+DEV Side make_side(const Mat &m, int dtype, int e, const int *gather, bool rows_k, int64_t row0, int64_t n_mn,
+                   int64_t n_k)
 {
     Side s;
     const int size = dtype == FMOE_F32 ? 4 : 2;
@@ -45,7 +48,8 @@ template <class T> DEV Side make_side(const Mat &m, int dtype, int e, const int 
     const bool unit = s.k_major ? s.s_k == 1 : s.s_mn == 1;
     const bool along_rows = s.k_major == rows_k; // chunks run along the rows: gather and split cut them
     const bool cut = gather || (s.split != INT64_MAX && s.split % V != 0);
-    s.vector = unit && lead % V == 0 && ((uintptr_t)s.p | (uintptr_t)s.p2) % 16 == 0 && size == (int)sizeof(T) && !(along_rows && cut) && r == r2 && c == c2;
+    s.vector = unit && lead % V == 0 && ((uintptr_t)s.p | (uintptr_t)s.p2) % 16 == 0 && size == (int)sizeof(T) &&
+               !(along_rows && cut) && r == r2 && c == c2;
     return s;
 }
 
@@ -92,8 +96,8 @@ template <class T, int NMN, int BK> DEV void load_tile(const Side &s, T *dst, in
 
 template <class T> struct Shape {
     static constexpr int BK = sizeof(T) == 2 ? 32 : 16, V = 16 / sizeof(T);
-    static constexpr int A = BM * (BK + V) > BK * (BM + V) ? BM * (BK + V) : BK * (BM + V);
-    static constexpr int B = BN * (BK + V) > BK * (BN + V) ? BN * (BK + V) : BK * (BN + V);
+    static constexpr int A = BM * (BK + V) > BK *(BM + V) ? BM *(BK + V) : BK *(BM + V);
+    static constexpr int B = BN * (BK + V) > BK *(BN + V) ? BN *(BK + V) : BK *(BN + V);
     static constexpr int SMEM = STAGES * (A + B) * (int)sizeof(T);
 };
 
@@ -110,7 +114,9 @@ struct Sink {
     }
 };
 
-template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const __grid_constant__ GemmArgs g, int dtype, int a_dtype, int b_dtype)
+template <class T>
+__global__ void __launch_bounds__(THREADS)
+    gemm_kernel(const __grid_constant__ GemmArgs g, int dtype, int a_dtype, int b_dtype)
 {
     typedef Shape<T> S;
     constexpr int BK = S::BK;
@@ -147,7 +153,8 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
     }
     const int64_t K = g.wgrad ? rows : g.K;
     const Side A = make_side<T>(g.A, a_dtype, 0, g.gather_a, g.wgrad, row0, g.wgrad ? g.M : rows, K);
-    const Side B = make_side<T>(g.B, b_dtype, g.wgrad ? 0 : e, g.gather_b, g.wgrad || g.b_rows_are_k, g.wgrad ? row0 : 0, g.N, K);
+    const Side B =
+        make_side<T>(g.B, b_dtype, g.wgrad ? 0 : e, g.gather_b, g.wgrad || g.b_rows_are_k, g.wgrad ? row0 : 0, g.N, K);
 
     float acc[2][8][4] = {}; // mma: 2 x 8 fragments of a 32 x 64 warp tile; f32: 8 x 8 of a thread
     const int steps = (int)((K + BK - 1) / BK);
@@ -175,31 +182,41 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
                 for (int i = 0; i < 2; i++) {
                     const int m = wm + i * 16;
                     if (A.k_major) ldmatrix4<false>(ta + (m + (lane & 15)) * (BK + 8) + kk + (lane >> 4) * 8, fa[i]);
-                    else ldmatrix4<true>(ta + (kk + (lane & 7) + (lane >> 4) * 8) * (BM + 8) + m + (lane >> 3 & 1) * 8, fa[i]);
+                    else
+                        ldmatrix4<true>(ta + (kk + (lane & 7) + (lane >> 4) * 8) * (BM + 8) + m + (lane >> 3 & 1) * 8,
+                                        fa[i]);
                 }
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const int n = wn + j * 16;
-                    if (B.k_major) ldmatrix4<false>(tb + (n + (lane & 7) + (lane >> 4) * 8) * (BK + 8) + kk + (lane >> 3 & 1) * 8, fb[j]);
-                    else ldmatrix4<true>(tb + (kk + (lane & 7) + (lane >> 3 & 1) * 8) * (BN + 8) + n + (lane >> 4) * 8, fb[j]);
+                    if (B.k_major)
+                        ldmatrix4<false>(tb + (n + (lane & 7) + (lane >> 4) * 8) * (BK + 8) + kk + (lane >> 3 & 1) * 8,
+                                         fb[j]);
+                    else
+                        ldmatrix4<true>(tb + (kk + (lane & 7) + (lane >> 3 & 1) * 8) * (BN + 8) + n + (lane >> 4) * 8,
+                                        fb[j]);
                 }
 #pragma unroll
                 for (int i = 0; i < 2; i++)
 #pragma unroll
-                    for (int j = 0; j < 8; j++) mma16816<T>(acc[i][j], fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+                    for (int j = 0; j < 8; j++)
+                        mma16816<T>(acc[i][j], fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
             }
         } else {
             const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
-            const int am = A.k_major ? BK + 4 : 1, ak = A.k_major ? 1 : BM + 4, bn = B.k_major ? BK + 4 : 1, bk = B.k_major ? 1 : BN + 4;
+            const int am = A.k_major ? BK + 4 : 1, ak = A.k_major ? 1 : BM + 4, bn = B.k_major ? BK + 4 : 1,
+                      bk = B.k_major ? 1 : BN + 4;
 #pragma unroll 4
             for (int k = 0; k < BK; k++) {
                 float va[8], vb[8];
 #pragma unroll
-                for (int i = 0; i < 8; i++) va[i] = to_float(ta[(ty + 8 * i) * am + k * ak]), vb[i] = to_float(tb[(tx + 16 * i) * bn + k * bk]);
+                for (int i = 0; i < 8; i++)
+                    va[i] = to_float(ta[(ty + 8 * i) * am + k * ak]), vb[i] = to_float(tb[(tx + 16 * i) * bn + k * bk]);
 #pragma unroll
                 for (int i = 0; i < 8; i++)
 #pragma unroll
-                    for (int j = 0; j < 8; j++) acc[i / 4][i % 4 * 2 + j / 4][j % 4] = fmaf(va[i], vb[j], acc[i / 4][i % 4 * 2 + j / 4][j % 4]);
+                    for (int j = 0; j < 8; j++)
+                        acc[i / 4][i % 4 * 2 + j / 4][j % 4] = fmaf(va[i], vb[j], acc[i / 4][i % 4 * 2 + j / 4][j % 4]);
             }
         }
     }
@@ -221,7 +238,10 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
     const int64_t M = g.wgrad ? g.M : rows;
     auto put = [&](int64_t m, int64_t n, float v) {
         if (m >= M || n >= g.N) return;
-        if (g.bias) v += load_float(g.bias, g.bias_dtype, e * g.bias_g + (n >= g.bias_split ? g.bias_delta + (n - g.bias_split) * g.bias_n : n * g.bias_n));
+        if (g.bias)
+            v += load_float(g.bias, g.bias_dtype,
+                            e * g.bias_g +
+                                (n >= g.bias_split ? g.bias_delta + (n - g.bias_split) * g.bias_n : n * g.bias_n));
         d.put(m, n, v);
     };
     if constexpr (sizeof(T) == 2) {
@@ -230,7 +250,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
 #pragma unroll
             for (int j = 0; j < 8; j++)
 #pragma unroll
-                for (int q = 0; q < 4; q++) put(m0 + wm + i * 16 + lane / 4 + (q >> 1) * 8, n0 + wn + j * 8 + lane % 4 * 2 + (q & 1), acc[i][j][q]);
+                for (int q = 0; q < 4; q++)
+                    put(m0 + wm + i * 16 + lane / 4 + (q >> 1) * 8, n0 + wn + j * 8 + lane % 4 * 2 + (q & 1),
+                        acc[i][j][q]);
     } else {
         const int ty = threadIdx.x / 16, tx = threadIdx.x % 16;
 #pragma unroll
@@ -243,7 +265,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) gemm_kernel(const 
 template <class T> static void run(int dtype, int a_dtype, int b_dtype, const GemmArgs &g, Stream &s)
 {
     const int64_t nN = (g.N + BN - 1) / BN;
-    const int64_t nM = g.wgrad ? (g.M + BM - 1) / BM : g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, BM) : (g.R + BM - 1) / BM;
+    const int64_t nM = g.wgrad           ? (g.M + BM - 1) / BM
+                       : g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, BM)
+                                         : (g.R + BM - 1) / BM;
     if (nN * nM == 0) return;
     const dim3 grid((unsigned)(nN * nM), g.wgrad ? (unsigned)g.E : 1);
     launch(s, Product::GEMM, gemm_kernel<T>, Grid{grid, THREADS, Shape<T>::SMEM}, g, dtype, a_dtype, b_dtype);
@@ -251,7 +275,7 @@ template <class T> static void run(int dtype, int a_dtype, int b_dtype, const Ge
 
 void gemm_sm80(int dtype, const GemmArgs &g, Stream &s)
 {
-    if (lowrank_add(dtype, g, s)) return;
+    if (lora_add(dtype, g, s)) return;
     const int a = g.a_f32 ? FMOE_F32 : dtype, b = g.b_f32 ? FMOE_F32 : dtype;
     if (dtype == FMOE_F32 || g.a_f32 || g.b_f32) run<float>(dtype, a, b, g, s);
     else if (dtype == FMOE_BF16) run<bf16>(dtype, a, b, g, s);

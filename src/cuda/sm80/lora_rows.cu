@@ -1,23 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_rows.cu - the products of adapters whose result is as narrow as their rank, for which the tiles of the others are too wide. Both are
-// bound by reading the rows of the layer once. A ring of stages by cp.async; in shared memory 16-byte pieces are swizzled.
+// lora_rows.cu - the products of adapters whose result is as narrow as their rank, for which the tiles of the others
+// are too wide. Both are bound by reading the rows of the layer once. A ring of stages by cp.async; in shared memory
+// 16-byte pieces are swizzled.
 //
-//   rows: low = rows x factor      D[r, j]    = scale x sum over k of A[r, k] F[e(r)][j, k]
+//   rows: lora = rows x factor      D[r, j]    = scale x sum over k of A[r, k] F[e(r)][j, k]
 //   grad: of a factor              D[e][m, j] = sum over the expert's rows of A[r, m] L[r, j], or its transpose
 //
 // The wide rows may be gathered.
 #include "mma.cuh"
 
 // Piece of a line of P pieces, where eight lines one below the other lie in all banks.
-template <int P> DEV int narrow_at(int line, int piece) { return (line * P + (piece ^ (line >> (P == 8 ? 0 : P == 4 ? 1 : 2) & (P - 1)))) * 16; }
+template <int P> DEV int narrow_at(int line, int piece)
+{
+    return (line * P + (piece ^ (line >> (P == 8 ? 0 : P == 4 ? 1 : 2) & (P - 1)))) * 16;
+}
 
 static constexpr int ROWS = FMOE_CUDA_TILE_M, LINE = 128; // LINE: bytes
 
 // ---- rows ----
 //
-// A block has 64 rows of an expert, a warp 16 of them, and all NR columns of the result. F_N: the factor's columns are neighbours ([k, j]).
+// A block has 64 rows of an expert, a warp 16 of them, and all NR columns of the result. F_N: the factor's columns are
+// neighbours ([k, j]).
 
-struct LowRows {
+struct LoraRows {
     const char *x;
     int64_t ldx; // bytes
     const int *gather;
@@ -32,17 +37,20 @@ struct LowRows {
 };
 
 template <int NR> struct RowsShape {
-    static constexpr int STAGES = NR == 64 ? 3 : 4, A_BYTES = ROWS * LINE, BYTES = A_BYTES + NR * LINE, SMEM = STAGES * BYTES;
+    static constexpr int STAGES = NR == 64 ? 3 : 4, A_BYTES = ROWS * LINE, BYTES = A_BYTES + NR * LINE,
+                         SMEM = STAGES * BYTES;
 };
 
-template <class T, int NR, bool F_N> __global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ LowRows g)
+template <class T, int NR, bool F_N>
+__global__ void __launch_bounds__(128) lora_rows_kernel(const __grid_constant__ LoraRows g)
 {
     typedef RowsShape<NR> S;
     constexpr int A_BYTES = S::A_BYTES, STAGES = S::STAGES, P = NR / 8;
     extern __shared__ __align__(128) char smem[];
     if ((int)blockIdx.x >= *g.map.ntile) return;
     const int2 at = g.map.tile[blockIdx.x];
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, rows = min(g.map.off[at.x + 1] - at.y, ROWS);
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32,
+              rows = min(g.map.off[at.x + 1] - at.y, ROWS);
     const uint32_t base = smem_u32(smem);
     const char *const f = g.f + at.x * g.f_g;
     // Eight threads copy a line: a thread has piece c of the rows thread / 8 + 16 i.
@@ -60,17 +68,20 @@ template <class T, int NR, bool F_N> __global__ void __launch_bounds__(128) rows
             const int64_t k = (int64_t)step * 64;
             const bool inside = k + c * 8 < g.K;
 #pragma unroll
-            for (int i = 0; i < 4; i++) cp_async16(to + (r + 16 * i) * LINE + ((c ^ (r & 7)) << 4), inside ? src[i] + k * 2 : g.x, inside);
+            for (int i = 0; i < 4; i++)
+                cp_async16(to + (r + 16 * i) * LINE + ((c ^ (r & 7)) << 4), inside ? src[i] + k * 2 : g.x, inside);
             if constexpr (F_N) { // 64 lines of NR
                 for (int i = thread; i < 64 * P; i += 128) {
                     const int line = i / P, piece = i % P;
                     const bool there = k + line < g.K && piece * 8 < g.rank;
-                    cp_async16(to + A_BYTES + narrow_at<P>(line, piece), there ? f + (k + line) * g.f_line + piece * 16 : f, there);
+                    cp_async16(to + A_BYTES + narrow_at<P>(line, piece),
+                               there ? f + (k + line) * g.f_line + piece * 16 : f, there);
                 }
             } else {
                 for (int j = r; j < NR; j += 16) {
                     const bool there = j < g.rank && inside;
-                    cp_async16(to + A_BYTES + j * LINE + ((c ^ (j & 7)) << 4), there ? f + j * g.f_line + k * 2 + c * 16 : f, there);
+                    cp_async16(to + A_BYTES + j * LINE + ((c ^ (j & 7)) << 4),
+                               there ? f + j * g.f_line + k * 2 + c * 16 : f, there);
                 }
             }
         }
@@ -111,33 +122,36 @@ template <class T, int NR, bool F_N> __global__ void __launch_bounds__(128) rows
         for (int i = 0; i < 2; i++) {
             const int row = warp * 16 + lane / 4 + i * 8, col = 8 * j + lane % 4 * 2;
             T *const to = (T *)g.out + (at.y + row) * g.ldo + col;
-            __align__(4) const T two[2] = {from_float<T>(acc[j][2 * i] * g.scale), from_float<T>(acc[j][2 * i + 1] * g.scale)};
+            __align__(4)
+                const T two[2] = {from_float<T>(acc[j][2 * i] * g.scale), from_float<T>(acc[j][2 * i + 1] * g.scale)};
             if (row < rows && col + 1 < g.rank) *(uint32_t *)to = *(const uint32_t *)two;
             else if (row < rows && col < g.rank) *to = two[0];
         }
 }
 
 // The rows of a product that another kernel made.
-template <class T> __global__ void scale_kernel(T *rows, int64_t n, float by)
+template <class T> __global__ void lora_scale_kernel(T *rows, int64_t n, float by)
 {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) rows[i] = from_float<T>(to_float(rows[i]) * by);
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        rows[i] = from_float<T>(to_float(rows[i]) * by);
 }
 
-void lowrank_scale(int dtype, void *rows, int64_t n, float by, Stream &s)
+void lora_scale(int dtype, void *rows, int64_t n, float by, Stream &s)
 {
     const Grid grid = {(unsigned)fmoe_min(fmoe_ceil_div(n, 1024), 1 << 12), 256};
     if (n == 0 || by == 1) return;
-    if (dtype == FMOE_F32) launch(s, Product::LORA_SCALE, scale_kernel<float>, grid, (float *)rows, n, by);
-    else if (dtype == FMOE_BF16) launch(s, Product::LORA_SCALE, scale_kernel<bf16>, grid, (bf16 *)rows, n, by);
-    else launch(s, Product::LORA_SCALE, scale_kernel<f16>, grid, (f16 *)rows, n, by);
+    if (dtype == FMOE_F32) launch(s, Product::LORA_SCALE, lora_scale_kernel<float>, grid, (float *)rows, n, by);
+    else if (dtype == FMOE_BF16) launch(s, Product::LORA_SCALE, lora_scale_kernel<bf16>, grid, (bf16 *)rows, n, by);
+    else launch(s, Product::LORA_SCALE, lora_scale_kernel<f16>, grid, (f16 *)rows, n, by);
 }
 
 // ---- grad ----
 //
-// A block has 128 columns of the rows, a warp 32 of them, and all of an expert's rows, 64 at a time. The tokens of gathered rows are asked
-// for a step before: waiting for them took a third of the time. Results go through shared memory, to be stored in pieces of 4 neighbours.
+// A block has 128 columns of the rows, a warp 32 of them, and all of an expert's rows, 64 at a time. The tokens of
+// gathered rows are asked for a step before: waiting for them took a third of the time. Results go through shared
+// memory, to be stored in pieces of 4 neighbours.
 
-struct LowGrad {
+struct LoraWgrad {
     const char *x;
     int64_t ldx; // bytes
     const int *gather;
@@ -147,12 +161,13 @@ struct LowGrad {
     int rank;
     void *d;
     int64_t d_g, d_m, d_j; // elements
-    int f32, add, pieces; // pieces: 4 neighbours are aligned as one
+    int f32, add, pieces;  // pieces: 4 neighbours are aligned as one
     RowMap map;
 };
 
 template <int NR> struct GradShape {
-    static constexpr int STAGES = 2, DEPTH = 64, COLS = 128, A_BYTES = DEPTH * COLS * 2, BYTES = A_BYTES + DEPTH * NR * 2, SMEM = STAGES * BYTES;
+    static constexpr int STAGES = 2, DEPTH = 64, COLS = 128, A_BYTES = DEPTH * COLS * 2,
+                         BYTES = A_BYTES + DEPTH * NR * 2, SMEM = STAGES * BYTES;
 };
 
 template <class T> DEV void store_piece(void *d, bool f32, int64_t to, float4 v)
@@ -165,26 +180,27 @@ template <class T> DEV void store_piece(void *d, bool f32, int64_t to, float4 v)
     *(uint2 *)((T *)d + to) = *(const uint2 *)four;
 }
 
-template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(const __grid_constant__ LowGrad g)
+template <class T, int NR> __global__ void __launch_bounds__(128) lora_wgrad_kernel(const __grid_constant__ LoraWgrad g)
 {
     typedef GradShape<NR> S;
     constexpr int DEPTH = S::DEPTH, A_BYTES = S::A_BYTES, STAGES = S::STAGES, P = NR / 8;
     extern __shared__ __align__(128) char smem[];
-    const int e = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row0 = g.map.off[e], rows = g.map.off[e + 1] - row0;
+    const int e = blockIdx.y, thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row0 = g.map.off[e],
+              rows = g.map.off[e + 1] - row0;
     const int64_t m0 = (int64_t)blockIdx.x * S::COLS;
     if (rows == 0 && g.add) return;
     const uint32_t base = smem_u32(smem);
     const int steps = (rows + DEPTH - 1) / DEPTH, c = thread % 16, r = thread / 16; // 16 pieces a row, 8 rows at a time
     const bool inside = m0 + c * 8 < g.M;
     int token[DEPTH / 8]; // of the rows that are loaded next
-    auto ask = [&](int step) {
+    auto prefetch_tokens = [&](int step) {
 #pragma unroll
         for (int i = 0; i < DEPTH / 8; i++) {
             const int row = step * DEPTH + r + 8 * i;
             token[i] = row < rows ? g.gather ? g.gather[row0 + row] : row0 + row : 0;
         }
     };
-    ask(0);
+    prefetch_tokens(0);
     auto load = [&](int step) {
         if (step < steps) {
             const uint32_t to = base + step % STAGES * S::BYTES;
@@ -193,15 +209,16 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
                 const int line = r + 8 * i, row = step * DEPTH + line;
                 const bool there = inside && row < rows;
                 const int64_t from = token[i];
-                cp_async16(to + line * 256 + ((c ^ (line & 7)) << 4), there ? g.x + from * g.ldx + (m0 + c * 8) * 2 : g.x, there);
+                cp_async16(to + line * 256 + ((c ^ (line & 7)) << 4),
+                           there ? g.x + from * g.ldx + (m0 + c * 8) * 2 : g.x, there);
             }
             for (int i = thread; i < DEPTH * P; i += 128) {
                 const int line = i / P, piece = i % P, row = step * DEPTH + line;
                 const bool there = row < rows && piece * 8 < g.rank;
                 cp_async16(to + A_BYTES + narrow_at<P>(line, piece),
-                       there ? g.l + (row0 + row) * g.ldl + piece * 16 : g.l, there);
+                           there ? g.l + (row0 + row) * g.ldl + piece * 16 : g.l, there);
             }
-            ask(step + 1);
+            prefetch_tokens(step + 1);
         }
         cp_async_commit();
     };
@@ -249,9 +266,13 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
                 staged[by_j ? m * pitch + n : n * pitch + m] = acc[i][j][q];
             }
     __syncthreads();
-    const int cols = (int)(g.M - m0 < S::COLS ? g.M - m0 : S::COLS), lines = by_j ? cols : g.rank, length = by_j ? g.rank : cols;
+    const int cols = (int)(g.M - m0 < S::COLS ? g.M - m0 : S::COLS), lines = by_j ? cols : g.rank,
+              length = by_j ? g.rank : cols;
     const int64_t between = by_j ? g.d_m : g.d_j, beside = by_j ? g.d_j : g.d_m;
-    const int type = g.f32 ? FMOE_F32 : std::is_same_v<T, bf16> ? FMOE_BF16 : FMOE_F16, per_line = (by_j ? NR : S::COLS) / 4;
+    const int type = g.f32                     ? FMOE_F32
+                     : std::is_same_v<T, bf16> ? FMOE_BF16
+                                               : FMOE_F16,
+              per_line = (by_j ? NR : S::COLS) / 4;
     for (int i = thread; i < lines * per_line; i += 128) {
         const int line = i / per_line, at = i % per_line * 4;
         const float *const v = staged + line * pitch + at;
@@ -265,23 +286,24 @@ template <class T, int NR> __global__ void __launch_bounds__(128) grad_kernel(co
 
 // ---- Choice ----
 
-static bool even(const Mat &m) { return m.c == 1 && (m.r | m.g) % 8 == 0 && (uintptr_t)m.p % 16 == 0 && !m.list; } // rows of whole pieces
+// Rows of whole pieces.
+static bool even(const Mat &m) { return m.c == 1 && (m.r | m.g) % 8 == 0 && (uintptr_t)m.p % 16 == 0 && !m.list; }
 
-template <class T, int NR> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, Stream &s)
+template <class T, int NR> static void run_rows(const LoraRows &a, bool f_n, unsigned tiles, Stream &s)
 {
     static_assert(RowsShape<NR>::SMEM <= 48 * 1024, "no opt-in is asked for");
-    const auto kernel = f_n ? rows_kernel<T, NR, true> : rows_kernel<T, NR, false>;
+    const auto kernel = f_n ? lora_rows_kernel<T, NR, true> : lora_rows_kernel<T, NR, false>;
     launch(s, Product::LORA_ROWS, kernel, Grid{tiles, 128, RowsShape<NR>::SMEM}, a);
 }
 
-template <class T> static void run_rows(const LowRows &a, bool f_n, unsigned tiles, Stream &s)
+template <class T> static void run_rows(const LoraRows &a, bool f_n, unsigned tiles, Stream &s)
 {
     if (a.rank <= 16) run_rows<T, 16>(a, f_n, tiles, s);
     else if (a.rank <= 32) run_rows<T, 32>(a, f_n, tiles, s);
     else run_rows<T, 64>(a, f_n, tiles, s);
 }
 
-bool lowrank_rows(int dtype, const GemmArgs &g, float scale, Stream &s)
+bool lora_rows(int dtype, const GemmArgs &g, float scale, Stream &s)
 {
     if (dtype == FMOE_F32 || !g.map_value.off || g.N > 64 || g.K % 8 || !even(g.A) || g.D.c != 1) return false;
     const bool f_n = g.b_rows_are_k ? g.B.c == 1 : g.B.r == 1 && g.B.c != 1;
@@ -290,39 +312,57 @@ bool lowrank_rows(int dtype, const GemmArgs &g, float scale, Stream &s)
     if (!even(f) || (f_n && g.N % 8)) return false;
     const int64_t tiles = fmoe_cuda_tiles(g.R, g.E, ROWS);
     if (tiles == 0) return true;
-    const LowRows a = {(const char *)g.A.p, g.A.r * 2, g.gather_a, (const char *)f.p, f.g * 2, f.r * 2, g.K, (int)g.N, g.D.p, g.D.r, g.map_value, scale};
+    const LoraRows a = {
+        (const char *)g.A.p, g.A.r * 2, g.gather_a, (const char *)f.p, f.g * 2, f.r * 2, g.K, (int)g.N, g.D.p, g.D.r,
+        g.map_value,         scale};
     if (dtype == FMOE_BF16) run_rows<bf16>(a, f_n, (unsigned)tiles, s);
     else run_rows<f16>(a, f_n, (unsigned)tiles, s);
     return true;
 }
 
-template <class T, int NR> static void run_grad(const LowGrad &a, int64_t E, Stream &s)
+template <class T, int NR> static void run_grad(const LoraWgrad &a, int64_t E, Stream &s)
 {
     typedef GradShape<NR> S;
     static_assert(S::SMEM <= 48 * 1024, "no opt-in is asked for");
     static_assert((S::COLS + 4) * (NR + 4) * (int)sizeof(float) <= S::SMEM, "the result fits");
     const dim3 blocks((unsigned)((a.M + S::COLS - 1) / S::COLS), (unsigned)E);
-    launch(s, Product::LORA_WGRAD, grad_kernel<T, NR>, Grid{blocks, 128, S::SMEM}, a);
+    launch(s, Product::LORA_WGRAD, lora_wgrad_kernel<T, NR>, Grid{blocks, 128, S::SMEM}, a);
 }
 
-template <class T> static void run_grad(const LowGrad &a, int64_t E, Stream &s)
+template <class T> static void run_grad(const LoraWgrad &a, int64_t E, Stream &s)
 {
     if (a.rank <= 16) run_grad<T, 16>(a, E, s);
     else if (a.rank <= 32) run_grad<T, 32>(a, E, s);
     else run_grad<T, 64>(a, E, s);
 }
 
-bool lowrank_grad(int dtype, const GemmArgs &g, Stream &s)
+bool lora_wgrad(int dtype, const GemmArgs &g, Stream &s)
 {
-    const bool right = g.N <= 64 && !g.gather_b, left = !right && g.M <= 64 && !g.gather_a; // which operand has the rank
+    // Which operand is as narrow as the rank.
+    const bool right = g.N <= 64 && !g.gather_b, left = !right && g.M <= 64 && !g.gather_a;
     const Mat &x = right ? g.A : g.B, &l = right ? g.B : g.A, &d = g.D;
     const int64_t M = right ? g.M : g.N;
-    if (dtype == FMOE_F32 || !g.map_value.off || !(right || left) || M % 8 || !even(x) || !even(l) || d.list || d.split < INT64_MAX) return false;
+    if (dtype == FMOE_F32 || !g.map_value.off || !(right || left) || M % 8 || !even(x) || !even(l) || d.list ||
+        d.split < INT64_MAX)
+        return false;
     if (M == 0) return true;
     const int64_t far = d.c == 1 ? d.r : d.c;
     const int pieces = (d.c == 1 || d.r == 1) && (d.g | far) % 4 == 0 && (uintptr_t)d.p % (g.out_f32 ? 16 : 8) == 0;
-    const LowGrad a = {(const char *)x.p, x.r * 2, right ? g.gather_a : g.gather_b, (const char *)l.p, l.r * 2, M, (int)(right ? g.N : g.M),
-                       d.p, d.g, right ? d.r : d.c, right ? d.c : d.r, g.out_f32, g.accumulate, pieces, g.map_value};
+    const LoraWgrad a = {(const char *)x.p,
+                         x.r * 2,
+                         right ? g.gather_a : g.gather_b,
+                         (const char *)l.p,
+                         l.r * 2,
+                         M,
+                         (int)(right ? g.N : g.M),
+                         d.p,
+                         d.g,
+                         right ? d.r : d.c,
+                         right ? d.c : d.r,
+                         g.out_f32,
+                         g.accumulate,
+                         pieces,
+                         g.map_value};
     if (dtype == FMOE_BF16) run_grad<bf16>(a, g.E, s);
     else run_grad<f16>(a, g.E, s);
     return true;

@@ -3,8 +3,10 @@
 #pragma once
 #include "sched.cuh"
 
-enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };              // A_T*: the contraction runs over rows (weight gradients)
-// Weights stored [n,k], or gates and ups of two such; [k,n], or gates and ups of two such, or gate and up of a feature as neighbours; rows.
+// A_T*: the contraction runs over rows (weight gradients).
+enum ASource { A_ROWS, A_GATHER, A_T, A_T_GATHER };
+// Weights stored [n,k], or gates and ups of two such; [k,n], or gates and ups of two such, or gate and up of a feature
+// as neighbours; rows.
 enum BSource { B_KMAJOR, B_GLU, B_NMAJOR, B_GLU_N, B_PAIRS_N, B_T, B_T_GATHER };
 enum Epilogue { EPI_STORE, EPI_GLU, EPI_DGLU, EPI_STORE_F32 };
 
@@ -15,8 +17,9 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr BSource B = B_;
     static constexpr Epilogue EPI = EPI_;
     static constexpr bool TOKENS = false, F32 = EPI == EPI_STORE_F32;
-    static constexpr bool WGRAD = A >= A_T, GATHER_A = A == A_GATHER || A == A_T_GATHER, GATHER_B = B == B_T_GATHER, GATHER = GATHER_A || GATHER_B;
-    static constexpr bool EPI_WG = EPI == EPI_DGLU; // a warpgroup of its own does the epilogue
+    static constexpr bool WGRAD = A >= A_T, GATHER_A = A == A_GATHER || A == A_T_GATHER, GATHER_B = B == B_T_GATHER,
+                          GATHER = GATHER_A || GATHER_B;
+    static constexpr bool EPI_WG = EPI == EPI_DGLU;  // a warpgroup of its own does the epilogue
     static constexpr bool RAGGED = WGRAD && !GATHER; // an expert's rows begin and end anywhere
     static constexpr int TA = WGRAD, TB = B >= B_NMAJOR;
     static constexpr int WG_M = BM / 2, SUB = WG_M / 64; // rows of a consumer warpgroup
@@ -24,17 +27,28 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
     static constexpr int STAGING_AT = STAGES * STAGE;
-    static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS; // barriers, then offsets
-    static constexpr int COLS = EPI == EPI_GLU ? BN / 2 : BN; // columns of the result in a tile
+    // barriers, then offsets.
+    static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
+    static constexpr int COLS = EPI == EPI_GLU ? BN / 2 : BN;         // columns of the result in a tile
     static constexpr int BOXES = B <= B_GLU && !EPI_WG ? 2 : BN / 64; // of weights
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);
-    static constexpr int REG_PRODUCER = EPI_WG ? 56 : GATHER ? 72 : RAGGED ? 56 : 40, REG_CONSUMER = EPI_WG ? 144 : GATHER ? 216 : RAGGED ? 224 : 232, REG_EPILOGUE = 168;
+    static constexpr int REG_PRODUCER = EPI_WG   ? 56
+                                        : GATHER ? 72
+                                        : RAGGED ? 56
+                                                 : 40,
+                         REG_CONSUMER = EPI_WG   ? 144
+                                        : GATHER ? 216
+                                        : RAGGED ? 224
+                                                 : 232,
+                         REG_EPILOGUE = 168;
     static constexpr int GROUP = 8; // row tiles (or pairs) walked before the next column tile
 };
 
 struct Tile {
-    int e, part, m0, n0, steps, tail, row0, end; // steps of 64 in k and `tail` more of 16: the last rows of an expert, or of an adapter's rank
-    int past;                                    // ragged: of the last step, the first row that is not the expert's; 0: none
+    // Steps of 64 in k and `tail` more of 16: the last rows of an expert, or of an adapter's rank.
+    int e, part, m0, n0, steps, tail, row0, end;
+    // ragged: of the last step, the first row that is not the expert's; 0: none.
+    int past;
     int share_a, share_b, live;
 };
 
@@ -43,8 +57,12 @@ template <class C> struct Scheduler {
     const Sm90Args &p;
     int u, e = 0, base = 0;
     const int rank, cols;
-    DEV Scheduler(const Sm90Args &args) : p(args), u(blockIdx.x / 2), rank(cluster_rank()), cols((p.N + C::COLS - 1) / C::COLS) {}
-    static DEV void order(int r, int rows, int cols, int &m, int &n) // groups of rows; in a group columns outside, rows inside
+    DEV Scheduler(const Sm90Args &args)
+        : p(args), u(blockIdx.x / 2), rank(cluster_rank()), cols((p.N + C::COLS - 1) / C::COLS)
+    {
+    }
+    // Groups of rows; in a group columns outside, rows inside.
+    static DEV void order(int r, int rows, int cols, int &m, int &n)
     {
         const int g = quotient(r, C::GROUP * cols), size = min(C::GROUP, rows - g * C::GROUP);
         r -= g * C::GROUP * cols;
@@ -102,8 +120,8 @@ template <class C> struct Scheduler {
                 t.share_a = 1;
                 if (n >= cols) n = cols - 1, t.live = 0;
             }
-            t.steps = p.k_steps * p.parts + p.low_steps;
-            t.tail = p.low_tail;
+            t.steps = p.k_steps * p.parts + p.lora_steps;
+            t.tail = p.lora_tail;
             t.m0 = t.row0 = offset_of<C>(p, e) + m * C::BM;
             t.end = offset_of<C>(p, e + 1);
         }

@@ -19,15 +19,17 @@ template <int KIND> DEV Slopes slopes(const Sm90Args &p, float d, float prob, fl
     return {dp * v.value * f.slope, dp * f.value * v.slope, a * prob, d * a};
 }
 
-// Epilogue warpgroup of the fused backward: from d (rounded to 16 bits in shared memory) and h. Warp w takes the 16 rows of warp w of
-// each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines.
-// PAIRS: gate and up of a feature are neighbours in h and dh.
-template <class C, int KIND, bool PAIRS> DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
+// Epilogue warpgroup of the fused backward: from d (rounded to 16 bits in shared memory) and h. Warp w takes the 16
+// rows of warp w of each consumer, 64 columns of a row as 8 lanes of 16 bytes: whole 128-byte lines. PAIRS: gate and up
+// of a feature are neighbours in h and dh.
+template <class C, int KIND, bool PAIRS>
+DEV void epilogue_dglu(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
     const int warp = warp_index() % 4, lane = threadIdx.x % 32, lr = lane / 8, lc = (lane & 7) * 8;
     const bool gated = PAIRS || KIND == FAST_SWIGLU || p.gated;
-    const size_t pitch = gated ? 2 * (size_t)p.N : p.N, second = PAIRS ? 8 : p.N; // elements from a thread's first 16 bytes to its others
+    // Elements from a thread's first 16 bytes to its others.
+    const size_t pitch = gated ? 2 * (size_t)p.N : p.N, second = PAIRS ? 8 : p.N;
     constexpr int STEP = PAIRS ? 2 : 1;
     const uint32_t ones = pack2<T>(1.f, 1.f);
     const uint4 one = {ones, ones, ones, ones};
@@ -84,10 +86,12 @@ template <class C, int KIND, bool PAIRS> DEV void epilogue_dglu(const Sm90Args &
                         const float2 x = unpack2<T>(xp[j]);
                         float2 g, u; // of two features
                         if (PAIRS) {
-                            const float2 a = unpack2<T>(j < 2 ? gp[2 * j] : up[2 * j - 4]), b = unpack2<T>(j < 2 ? gp[2 * j + 1] : up[2 * j - 3]);
+                            const float2 a = unpack2<T>(j < 2 ? gp[2 * j] : up[2 * j - 4]),
+                                         b = unpack2<T>(j < 2 ? gp[2 * j + 1] : up[2 * j - 3]);
                             g = {a.x, b.x}, u = {a.y, b.y};
                         } else g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
-                        const Slopes v = slopes<KIND>(p, x.x, prob[i], g.x, u.x), w = slopes<KIND>(p, x.y, prob[i], g.y, u.y);
+                        const Slopes v = slopes<KIND>(p, x.x, prob[i], g.x, u.x),
+                                     w = slopes<KIND>(p, x.y, prob[i], g.y, u.y);
                         dot[i] += v.dp + w.dp;
                         oap[j] = pack2<T>(v.pa, w.pa);
                         if (PAIRS) {

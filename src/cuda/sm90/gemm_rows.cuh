@@ -1,29 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0
 // gemm_rows.cuh - one persistent, warp-specialised kernel for all grouped products of the layer on Hopper.
 //
-// Warpgroup 0 loads (TMA, or a gather of token rows by cp.async), warpgroups 1 and 2 multiply, each 64 or 128 rows of the tile on its
-// own; a ring of shared-memory stages lies between them. In the fused backward a fourth warpgroup does the epilogue. Two CTAs form a
-// cluster and share the operand they have in common by multicast.
+// Warpgroup 0 loads (TMA, or a gather of token rows by cp.async), warpgroups 1 and 2 multiply, each 64 or 128 rows of
+// the tile on its own; a ring of shared-memory stages lies between them. In the fused backward a fourth warpgroup does
+// the epilogue. Two CTAs form a cluster and share the operand they have in common by multicast.
 //
-// Rows are grouped by expert in segments that begin at multiples of 16. A warp's results are blocks of 16 rows, and a contraction over
-// rows advances by 16, so no tile edge needs a mask: what lies past a segment is computed and not stored, or not multiplied at all.
-// Columns past the end are zero-filled and clipped by TMA. (Groups that begin anywhere, those of a grouped matmul: gemm_tokens.cuh, and
-// for the weight gradient a producer that clears the rows past the end.)
+// Rows are grouped by expert in segments that begin at multiples of 16. A warp's results are blocks of 16 rows, and a
+// contraction over rows advances by 16, so no tile edge needs a mask: what lies past a segment is computed and not
+// stored, or not multiplied at all. Columns past the end are zero-filled and clipped by TMA. (Groups that begin
+// anywhere, those of a grouped matmul: gemm_tokens.cuh, and for the weight gradient a producer that clears the rows
+// past the end.)
 #pragma once
 #include "epilogue_dglu.cuh"
 #include "wgmma.cuh"
 
-// The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the contraction; z: where
-// the expert's weights are. low: a step of the adapter, whose rows are never gathered.
-template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank, const int (&z)[2], bool low = false)
+// The part of a stage that comes by TMA, issued by one thread. k: step inside the part; krow: first row of the
+// contraction; z: where the expert's weights are. lora: a step of the adapter, whose rows are never gathered.
+template <class C>
+DEV void load_stage(const Sm90Args &p, const Tile &t, int part, int k, int krow, uint32_t a, uint32_t bar, int rank,
+                    const int (&z)[2], bool lora = false)
 {
     const uint32_t b = a + C::A_BYTES;
-    mbar_expect(bar, low ? C::STAGE : C::TX_BYTES);
-    if (!C::GATHER_A || low) {
-        const CUtensorMap *const map = low ? &p.low : &p.a;
+    mbar_expect(bar, lora ? C::STAGE : C::TX_BYTES);
+    if (!C::GATHER_A || lora) {
+        const CUtensorMap *const map = lora ? &p.lora : &p.a;
 #pragma unroll
         for (int i = 0; i < C::BM / 64; i++) {
-            const int x = C::WGRAD ? t.part * p.M + t.m0 + 64 * i : ((low ? 0 : part * p.k_steps) + k) * 64, y = C::WGRAD ? krow : t.m0 + 64 * i;
+            const int x = C::WGRAD ? t.part * p.M + t.m0 + 64 * i : ((lora ? 0 : part * p.k_steps) + k) * 64,
+                      y = C::WGRAD ? krow : t.m0 + 64 * i;
             if (!t.share_a) tma_load2(a + i * 8192, map, bar, x, y);
             else if (i % 2 == rank) tma_load2_multicast(a + i * 8192, map, bar, x, y, 3);
         }
@@ -33,7 +37,7 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
 #pragma unroll
         for (int i = 0; i < BOXES; i++) {
             if (t.share_b && i % 2 != rank) continue;
-            int x = 0, y = 0, which = low ? 0 : part;
+            int x = 0, y = 0, which = lora ? 0 : part;
             if (C::B == B_KMAJOR) x = k * 64, y = t.n0 + i * (C::BN / BOXES);
             if (C::B == B_GLU) x = k * 64, y = t.n0, which = i;
             if (C::B == B_NMAJOR) x = t.n0 + 64 * i, y = k * 64;
@@ -45,8 +49,8 @@ template <class C> DEV void load_stage(const Sm90Args &p, const Tile &t, int par
                 else tma_load2(b + i * BYTES, &p.b[0], bar, x, krow);
                 continue;
             }
-            const CUtensorMap *const map = low ? &p.low_b[which] : &p.b[which];
-            const int e = low ? t.e : z[which];
+            const CUtensorMap *const map = lora ? &p.lora_b[which] : &p.b[which];
+            const int e = lora ? t.e : z[which];
             if (t.share_b) tma_load_multicast(b + i * BYTES, map, bar, x, y, e, 3);
             else tma_load(b + i * BYTES, map, bar, x, y, e);
         }
@@ -62,7 +66,7 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
     int s = 0, phase = 1, before = -1;
     uint32_t cut_phase = 0;
     while (sched.next(t)) {
-        pass_half(p, before, t.e);
+        wait_at_half(p, before, t.e);
         before = t.e;
         const int steps = t.steps + (t.tail != 0), krow = C::WGRAD ? offset_of<C>(p, t.e) : 0;
         const int z[2] = {C::WGRAD ? 0 : place_of(p.place_b[0], t.e), C::WGRAD ? 0 : place_of(p.place_b[1], t.e)};
@@ -71,28 +75,31 @@ template <class C> DEV void producer_tma(const Sm90Args &p, Ring ring, uint32_t 
             const bool past = C::RAGGED && t.past && i + 1 == steps;
             const uint32_t full = ring.full + 8 * s, bar = past ? cut + 8 * s : full, stage = ring.base + s * C::STAGE;
             mbar_wait(ring.empty + 8 * s, phase);
-            const bool low = !C::WGRAD && part == p.parts;
-            if (lane == 0) load_stage<C>(p, t, part, k, krow + 64 * i, stage, bar, rank, z, low);
+            const bool lora = !C::WGRAD && part == p.parts;
+            if (lane == 0) load_stage<C>(p, t, part, k, krow + 64 * i, stage, bar, rank, z, lora);
             if (past) { // the rows of the next group become zeros before anybody sees the stage
                 mbar_wait(bar, cut_phase >> s & 1);
                 cut_phase ^= 1u << s;
                 const int rows = -t.past & 15;
                 for (int r = lane / 8; r < rows * (C::STAGE / 8192); r += 4)
-                    asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(stage + r / rows * 8192 + (t.past + r % rows) * 128 + lane % 8 * 16), "r"(0) : "memory");
+                    asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(
+                                     stage + r / rows * 8192 + (t.past + r % rows) * 128 + lane % 8 * 16),
+                                 "r"(0)
+                                 : "memory");
                 fence_async();
                 __syncwarp();
                 if (lane == 0) mbar_arrive(full);
             }
-            if (++k == p.k_steps && !C::WGRAD && !low) k = 0, part++;
+            if (++k == p.k_steps && !C::WGRAD && !lora) k = 0, part++;
             if (++s == C::STAGES) s = 0, phase ^= 1;
         }
     }
-    pass_half(p, before, p.E);
+    wait_at_half(p, before, p.E);
 }
 
-// Gather: 8 lanes copy 128 contiguous bytes of a row; a thread has the rows t/8 + 16 i, so its swizzle term is constant and every
-// shared address is one register plus an immediate. Addresses are ready before the slot is waited for; token ids come one tile (or,
-// in weight gradients, one step) ahead.
+// Gather: 8 lanes copy 128 contiguous bytes of a row; a thread has the rows t/8 + 16 i, so its swizzle term is constant
+// and every shared address is one register plus an immediate. Addresses are ready before the slot is waited for; token
+// ids come one tile (or, in weight gradients, one step) ahead.
 template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
 {
     typedef typename C::T T;
@@ -102,9 +109,9 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
     Scheduler<C> sched(p);
     Tile t, ahead;
     int s = 0, phase = 1, z[2] = {0, 0};
-    auto begin = [&](int k, int krow, bool low = false) {
+    auto begin = [&](int k, int krow, bool lora = false) {
         mbar_wait(ring.empty + 8 * s, phase);
-        if (thread == 0) load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, low);
+        if (thread == 0) load_stage<C>(p, t, 0, k, krow, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, lora);
     };
     auto end = [&] {
         cp_async_arrive(ring.full + 8 * s);
@@ -148,20 +155,21 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         constexpr int BOXES = C::GATHER_B ? C::BN / 64 : C::BM / 64;
         int tok[4], next[4];
         t.e = -1;
-        auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
+        auto load_tokens = [&](int(&q)[4], const Tile &u, int k) {
 #pragma unroll
             for (int i = 0; i < 4; i++) q[i] = p.tok[offset_of<C>(p, u.e) + 64 * k + row + 16 * i];
         };
         if (more) load_tokens(next, ahead, 0);
         while (more) {
-            pass_half(p, t.e, ahead.e);
+            wait_at_half(p, t.e, ahead.e);
             t = ahead;
 #pragma unroll
             for (int i = 0; i < 4; i++) tok[i] = next[i];
             more = sched.next(ahead);
             if (more) load_tokens(next, ahead, 0);
             const int steps = t.steps + (t.tail != 0), limit = C::GATHER_A ? p.M : p.N, c0 = C::GATHER_A ? t.m0 : t.n0;
-            int boxes = BOXES; // the last tile may reach past the row: what is there is not stored, but must not be read
+            // The last tile may reach past the row: what is there is not stored, but must not be read.
+            int boxes = BOXES;
             if (c0 + BOXES * 64 > limit) boxes = (limit - c0) / 64;
             const int krow = offset_of<C>(p, t.e);
             for (int k = 0; k < steps; k++) {
@@ -178,7 +186,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
                 end();
             }
         }
-        pass_half(p, t.e, p.E);
+        wait_at_half(p, t.e, p.E);
     }
 }
 
@@ -205,7 +213,9 @@ template <class C> struct Stores {
     }
 };
 
-template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (&acc)[C::SUB][C::BN / 2], int row_wg, int warp, int lane, Stores<C> &out)
+template <class C>
+DEV void store_tile(const Sm90Args &p, const Tile &t, float (&acc)[C::SUB][C::BN / 2], int row_wg, int warp, int lane,
+                    Stores<C> &out)
 {
     typedef typename C::T T;
     const int shift = C::WGRAD && p.flat ? t.e * p.M : 0, z = C::WGRAD ? place_of(p.place_d[t.part], t.e) : 0;
@@ -221,7 +231,8 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
                 if (n >= p.N) break;
                 float *q = v + 64 * c;
                 if (p.bias) {
-                    const uint32_t *b = (const uint32_t *)((const T *)p.bias + (size_t)t.e * p.bias_g + 2 * n) + lane % 4;
+                    const uint32_t *b =
+                        (const uint32_t *)((const T *)p.bias + (size_t)t.e * p.bias_g + 2 * n) + lane % 4;
 #pragma unroll
                     for (int j = 0; j < 16; j++) {
                         const float2 two = unpack2<T>(b[4 * j]);
@@ -230,12 +241,14 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
                 }
                 if (p.keep_h) {
                     out.put([&](uint32_t b) { store_fragment<T>(b, q, lane); }, &p.h[0], 2 * n, row, 0, false, true);
-                    out.put([&](uint32_t b) { store_fragment<T>(b, q + 32, lane); }, &p.h[0], 2 * n + 64, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, q + 32, lane); }, &p.h[0], 2 * n + 64, row, 0, false,
+                            true);
                 }
                 uint32_t w[16]; // a feature of rows r and r + 8
 #pragma unroll
                 for (int j = 0; j < 16; j++)
-                    w[j] = pack2<T>(fast_value<FAST_CLAMP, true>(p.act, q[4 * j], q[4 * j + 1]), fast_value<FAST_CLAMP, true>(p.act, q[4 * j + 2], q[4 * j + 3]));
+                    w[j] = pack2<T>(fast_value<FAST_CLAMP, true>(p.act, q[4 * j], q[4 * j + 1]),
+                                    fast_value<FAST_CLAMP, true>(p.act, q[4 * j + 2], q[4 * j + 3]));
                 out.put([&](uint32_t b) { store_features(b, w, lane); }, &p.d[0], n, row, 0, false, true);
             }
         } else if constexpr (C::EPI == EPI_GLU) {
@@ -244,24 +257,28 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
                 if (t.n0 + 64 * c >= p.N) break; // N is a multiple of 64 here
                 float *g = v + 32 * c, *u = v + C::BN / 4 + 32 * c;
                 if (p.keep_h) {
-                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h[0], t.n0 + 64 * c, row, 0, false, true);
-                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h[0], p.N + t.n0 + 64 * c, row, 0, false, true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.h[0], t.n0 + 64 * c, row, 0, false,
+                            true);
+                    out.put([&](uint32_t b) { store_fragment<T>(b, u, lane); }, &p.h[0], p.N + t.n0 + 64 * c, row, 0,
+                            false, true);
                 }
                 with_smooth(p.act, [&](auto kind) {
 #pragma unroll
                     for (int i = 0; i < 32; i++) g[i] = fast_value<kind.value, true>(p.act, g[i], u[i]);
                 });
-                out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.d[0], t.n0 + 64 * c, row, 0, false, true);
+                out.put([&](uint32_t b) { store_fragment<T>(b, g, lane); }, &p.d[0], t.n0 + 64 * c, row, 0, false,
+                        true);
             }
         } else if constexpr (C::EPI == EPI_STORE_F32) {
 #pragma unroll
             for (int c = 0; c < C::BN / 32; c++)
-                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c, row + shift, z, p.add, p.flat);
+                out.put([&](uint32_t b) { store_fragment_f32(b, v + 16 * c, lane); }, &p.d[t.part], t.n0 + 32 * c,
+                        row + shift, z, p.add, p.flat);
         } else {
 #pragma unroll
             for (int c = 0; c < C::BN / 64; c++)
-                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0], t.n0 + 64 * c, row + shift, z,
-                        C::WGRAD && p.add, C::WGRAD ? p.flat : true);
+                out.put([&](uint32_t b) { store_fragment<T>(b, v + 32 * c, lane); }, &p.d[C::WGRAD ? t.part : 0],
+                        t.n0 + 64 * c, row + shift, z, C::WGRAD && p.add, C::WGRAD ? p.flat : true);
         }
     }
 }
@@ -269,18 +286,19 @@ template <class C> DEV void store_tile(const Sm90Args &p, const Tile &t, float (
 template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile_full, uint32_t tile_empty)
 {
     typedef typename C::T T;
-    const int index = warp_index(), wg = index / 4 - 1, warp = index % 4, lane = threadIdx.x % 32, row_wg = wg * C::WG_M;
+    const int index = warp_index(), wg = index / 4 - 1, warp = index % 4, lane = threadIdx.x % 32,
+              row_wg = wg * C::WG_M;
     const uint32_t staging = ring.base + C::STAGING_AT + (wg * 4 + warp) * C::STAGING;
     Scheduler<C> sched(p);
     Stores<C> out{staging, lane};
     float acc[C::SUB][C::BN / 2] = {}; // once: ptxas before 12.9 serialises every wgmma where a path has them undefined
     int s = 0, phase = 0;
     uint32_t handed = 0;
-    bool told = false;
-    auto tell = [&](int e) { // before the results of a tile of expert e
-        if (!p.halves || told || e < p.E / 2) return;
-        told = true;
-        if (lane == 0) half_stored(p, ring.full + RING_COUNT, 8);
+    bool published = false;
+    auto publish = [&](int e) { // before the results of a tile of expert e
+        if (!p.lets_in_early || published || e < p.E / 2) return;
+        published = true;
+        if (lane == 0) publish_half(p, ring.full + RING_COUNT, 8);
     };
     auto release = [&](int slot) {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
@@ -314,13 +332,15 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async(); // cp.async wrote through the generic proxy
             const uint32_t a = ring.base + s * C::STAGE, b = a + C::A_BYTES;
-            const uint64_t da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128), db = C::TB ? descriptor_mn(b) : descriptor_k(b);
+            const uint64_t da = C::TA ? descriptor_mn(a + row_wg / 64 * 8192) : descriptor_k(a + row_wg * 128),
+                           db = C::TB ? descriptor_mn(b) : descriptor_k(b);
             wgmma_fence();
 #pragma unroll
             for (int kk = 0; kk < depth.value; kk++)
 #pragma unroll
                 for (int m = 0; m < C::SUB; m++)
-                    wgmma<T, C::BN, C::TA, C::TB>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * (C::TB ? 128 : 2), (k | kk) != 0);
+                    wgmma<T, C::BN, C::TA, C::TB>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2),
+                                                  db + kk * (C::TB ? 128 : 2), (k | kk) != 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (k) release(last);
@@ -343,19 +363,19 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
             if (t.row0 + row_wg + warp * 16 < t.end) {
                 const uint32_t i = wg * 4 + warp;
                 mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1); // the tile before is stored
-                tell(t.e);
+                publish(t.e);
 #pragma unroll
                 for (int c = 0; c < C::BN / 64; c++) store_fragment<T>(staging + c * 2048, acc[0] + 32 * c, lane);
                 __syncwarp();
                 if (lane == 0) mbar_arrive(tile_full + 8 * i);
             }
         } else {
-            tell(t.e);
+            publish(t.e);
             store_tile<C>(p, t, acc, row_wg, warp, lane, out);
         }
     }
     if (C::EPI_WG && handed) mbar_wait(tile_empty + 8 * (wg * 4 + warp), (handed & 1) ^ 1);
-    tell(p.E);
+    publish(p.E);
     if (!C::EPI_WG && lane == 0) tma_wait<0>();
 }
 
@@ -377,7 +397,7 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
         if (!C::GATHER_B) tma_prefetch(&p.b[0]);
         if (!C::EPI_WG) tma_prefetch(&p.d[0]);
     }
-    begin(p);
+    begin_product(p);
     if (p.off_shared)
         for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
     __syncthreads();

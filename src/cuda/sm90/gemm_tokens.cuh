@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-// gemm_tokens.cuh - rows times weights with the tokens on the N side of wgmma: D^T[feature, token] = W[feature, k] X[token, k]^T.
+// gemm_tokens.cuh - rows times weights with the tokens on the N side of wgmma: D^T[feature, token] = W[feature, k]
+// X[token, k]^T.
 //
-// A tile is 256 features by any multiple of 16 tokens up to MAX_N, so that an expert's rows are cut into equal pieces and nothing is
-// multiplied in vain: with 64-row granularity on the M side the ragged ends cost 6 % at 1024 rows an expert and 25 % at 256.
-// Roles, ring and multicast as in gemm_rows.cuh; a pair of CTAs takes two pieces of one expert and shares the weights, or, where an
-// expert has one piece only, two tiles of features.
+// A tile is 256 features by any multiple of 16 tokens up to MAX_N, so that an expert's rows are cut into equal pieces
+// and nothing is multiplied in vain: with 64-row granularity on the M side the ragged ends cost 6 % at 1024 rows an
+// expert and 25 % at 256. Roles, ring and multicast as in gemm_rows.cuh; a pair of CTAs takes two pieces of one expert
+// and shares the weights, or, where an expert has one piece only, two tiles of features.
 //
-// A consumer multiplies 128 features, as two blocks of 64. With an activation a thread has gate and up of the same feature: by
-// turns of 8 rows in the weights' tile (W_GLU: one tensor, so a stack, and the fastest), or as 64 gates and then their 64 ups (any list).
-// Results pass through shared memory transposed, 48 tokens at a time.
+// A consumer multiplies 128 features, as two blocks of 64. With an activation a thread has gate and up of the same
+// feature: by turns of 8 rows in the weights' tile (W_GLU: one tensor, so a stack, and the fastest), or as 64 gates and
+// then their 64 ups (any list). Results pass through shared memory transposed, 48 tokens at a time.
 #pragma once
 #include "cuda/act.cuh"
 #include "sched.cuh"
 #include "wgmma.cuh"
 
-enum WeightSource { W_KMAJOR, W_NMAJOR, W_GLU };               // [feature, k]; [k, feature]; the first, 8 gates and 8 ups in turn
-enum TokenEpilogue { TOK_STORE, TOK_SMOOTH, TOK_GLU, TOK_ACT }; // plain; a smooth activation of W_GLU; any of gate and up; of one
+// [feature, k]; [k, feature]; the first, 8 gates and 8 ups in turn.
+enum WeightSource { W_KMAJOR, W_NMAJOR, W_GLU };
+// plain; a smooth activation of W_GLU; any of gate and up; of one.
+enum TokenEpilogue { TOK_STORE, TOK_SMOOTH, TOK_GLU, TOK_ACT };
 
 template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct TokenConfig {
     typedef T_ T;
@@ -26,10 +29,12 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
     static constexpr int STAGES = 4, MAX_UNITS = FMOE_CUDA_TOKEN_UNITS, MAX_N = 16 * MAX_UNITS; // a unit is 16 tokens
     static constexpr int TA = W == W_NMAJOR;
     static constexpr int COLS = EPI == TOK_GLU || EPI == TOK_SMOOTH ? 128 : 256; // features of the result in a tile
-    static constexpr int BOX_ROWS = TA ? 64 : EPI == TOK_GLU || EPI == TOK_ACT ? SM90_BOX_ACT : SM90_BOX, BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128; // of weights
+    static constexpr bool ACT_BOXES = EPI == TOK_GLU || EPI == TOK_ACT;
+    static constexpr int BOX_ROWS = TA ? 64 : ACT_BOXES ? SM90_BOX_ACT : SM90_BOX; // of weights
+    static constexpr int BOXES = 256 / BOX_ROWS, BOX = BOX_ROWS * 128;
     static constexpr int A_BYTES = 256 * 128, B_BYTES = MAX_N * 128, STAGE = A_BYTES + B_BYTES;
     static constexpr int PIECE = SM90_PIECE, PIECES = MAX_UNITS / PIECE; // units that pass shared memory at a time
-    static constexpr int BUFFER = PIECE * 2048, STAGING = 2 * BUFFER; // of a consumer
+    static constexpr int BUFFER = PIECE * 2048, STAGING = 2 * BUFFER;    // of a consumer
     static constexpr int THREADS = 384;
     static constexpr int CONTROL = STAGES * STAGE + 2 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
     static constexpr int REG_PRODUCER = GATHER ? 88 : 56, REG_CONSUMER = GATHER ? 208 : 224;
@@ -39,9 +44,11 @@ template <class T_, WeightSource W_, bool GATHER_, TokenEpilogue EPI_> struct To
 struct TokenTile {
     int e, n0, row0, units, share, live;
     int rows; // from row0 to the end of the expert, or (not ragged) whole units of them
-    DEV TokenTile uniform() const // for the compiler, which otherwise loops over the values that a warp's lanes may have
+    // For the compiler, which otherwise loops over the values that a warp's lanes may have.
+    DEV TokenTile uniform() const
     {
-        return {::uniform(e), ::uniform(n0), ::uniform(row0), ::uniform(units), share, ::uniform(live), ::uniform(rows)};
+        return {::uniform(e), ::uniform(n0),   ::uniform(row0), ::uniform(units),
+                share,        ::uniform(live), ::uniform(rows)};
     }
 };
 
@@ -76,7 +83,8 @@ template <class C> struct TokenScheduler {
             n = quotient(r, size);
             m = 2 * (g * C::GROUP + r - n * size) + rank;
         }
-        const int least = quotient(units, pieces), more = units - least * pieces, begin = m * least + min(m, more); // the larger pieces first, so that pairs are equal
+        // The larger pieces first, so that pairs are equal.
+        const int least = quotient(units, pieces), more = units - least * pieces, begin = m * least + min(m, more);
         t.e = e;
         t.n0 = n * C::COLS;
         t.row0 = first + begin * 16;
@@ -95,36 +103,45 @@ DEV void tma_load5_to(uint32_t dst, const CUtensorMap *m, uint32_t bar, int x, i
 {
     const int zero = 0;
     if (both)
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(dst),
-                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e), "h"((uint16_t)3) : "memory");
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::"
+                     "cluster [%0], [%1, {%3, %4, %4, %5, %6}], [%2], %7;" ::"r"(dst),
+                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e), "h"((uint16_t)3)
+                     : "memory");
     else
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %4, %5, %6}], [%2];" ::"r"(dst), "l"(m), "r"(bar), "r"(x),
-                     "r"(zero), "r"(g), "r"(e) : "memory");
+        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+                     "%4, %4, %5, %6}], [%2];" ::"r"(dst),
+                     "l"(m), "r"(bar), "r"(x), "r"(zero), "r"(g), "r"(e)
+                     : "memory");
 }
 
-// Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are. low: a step of the adapter, whose rows
-// are never gathered.
-template <class C> DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank, const int (&z)[2], bool low)
+// Weights of one stage, and the tokens where they lie in order. z: where the expert's matrices are. lora: a step of the
+// adapter, whose rows are never gathered.
+template <class C>
+DEV void token_load(const Sm90Args &p, const TokenTile &t, int part, int k, uint32_t a, uint32_t bar, int rank,
+                    const int (&z)[2], bool lora)
 {
-    const bool rows = !C::GATHER || low;
+    const bool rows = !C::GATHER || lora;
     mbar_expect(bar, C::A_BYTES + (rows ? t.units * 2048 : 0));
 #pragma unroll
     for (int i = 0; i < C::BOXES; i++) {
         if (t.share && i % 2 != rank) continue;
         if constexpr (C::W == W_GLU) {
-            tma_load5_to(a + i * C::BOX, low ? &p.low_b[0] : &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
+            tma_load5_to(a + i * C::BOX, lora ? &p.lora_b[0] : &p.b[0], bar, k * 64, t.n0 / 8 + 8 * i, t.e, t.share);
             continue;
         }
-        const int which = C::EPI == TOK_GLU ? i % 2 : low ? 0 : part, n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
+        const int which = C::EPI == TOK_GLU ? i % 2
+                          : lora            ? 0
+                                            : part,
+                  n = t.n0 + C::BOX_ROWS * (C::EPI == TOK_GLU ? i / 2 : i);
         const int x = C::W == W_KMAJOR ? k * 64 : n, y = C::W == W_KMAJOR ? n : k * 64;
-        const CUtensorMap *const map = low ? &p.low_b[which] : &p.b[which];
-        const int e = low ? t.e : z[which];
+        const CUtensorMap *const map = lora ? &p.lora_b[which] : &p.b[which];
+        const int e = lora ? t.e : z[which];
         if (t.share) tma_load_multicast(a + i * C::BOX, map, bar, x, y, e, 3);
         else tma_load(a + i * C::BOX, map, bar, x, y, e);
     }
     if (rows) {
-        const CUtensorMap *const four = low ? &p.low : &p.a, *const one = low ? &p.low16 : &p.a16;
-        if (low) part = 0;
+        const CUtensorMap *const four = lora ? &p.lora : &p.a, *const one = lora ? &p.lora16 : &p.a16;
+        if (lora) part = 0;
         const uint32_t b = a + C::A_BYTES;
         int u = 0;
         for (; u + 4 <= t.units; u += 4) tma_load(b + u * 2048, four, bar, k * 64, part, t.row0 + 16 * u);
@@ -137,26 +154,26 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
     typedef typename C::T T;
     const int thread = threadIdx.x, rank = cluster_rank();
     TokenScheduler<C> sched(p);
-    const int low_steps = p.low_steps + (p.low_tail != 0);
+    const int lora_steps = p.lora_steps + (p.lora_tail != 0);
     int s = 0, phase = 1;
     if constexpr (!C::GATHER) {
         if (thread != 0) return;
         TokenTile t;
         int before = -1;
         while (sched.next(t)) {
-            pass_half(p, before, t.e);
+            wait_at_half(p, before, t.e);
             before = t.e;
             const int z[2] = {place_of(p.place_b[0], t.e), place_of(p.place_b[1], t.e)};
             for (int part = 0; part <= p.parts; part++) {
-                const bool low = part == p.parts;
-                for (int k = 0; k < (low ? low_steps : p.k_steps); k++) {
+                const bool lora = part == p.parts;
+                for (int k = 0; k < (lora ? lora_steps : p.k_steps); k++) {
                     mbar_wait(ring.empty + 8 * s, phase);
-                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, low);
+                    token_load<C>(p, t, part, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, lora);
                     if (++s == C::STAGES) s = 0, phase ^= 1;
                 }
             }
         }
-        pass_half(p, before, p.E);
+        wait_at_half(p, before, p.E);
     } else {
         // As in gemm_rows.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
         const int row = thread / 8, c = thread & 7;
@@ -193,7 +210,7 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
                 cp_async_arrive(ring.full + 8 * s);
                 if (++s == C::STAGES) s = 0, phase ^= 1;
             }
-            for (int k = 0; k < low_steps; k++) {
+            for (int k = 0; k < lora_steps; k++) {
                 mbar_wait(ring.empty + 8 * s, phase);
                 if (thread == 0) token_load<C>(p, t, 0, k, ring.base + s * C::STAGE, ring.full + 8 * s, rank, z, true);
                 cp_async_arrive(ring.full + 8 * s);
@@ -205,7 +222,9 @@ template <class C> DEV void token_producer(const Sm90Args &p, TokenRing ring)
 
 DEV void stmatrix4_t(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
 {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1),
+                 "r"(r2), "r"(r3)
+                 : "memory");
 }
 
 template <class C> struct TokenConsumer {
@@ -220,7 +239,10 @@ template <class C> struct TokenConsumer {
     uint32_t turn = 0;
     float acc[2][C::MAX_N / 2] = {}; // as in gemm_rows.cuh
 
-    DEV TokenConsumer(const Sm90Args &args, TokenRing r) : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), sched(args) {}
+    DEV TokenConsumer(const Sm90Args &args, TokenRing r)
+        : p(args), ring(r), wg(warp_index() / 4 - 1), warp(warp_index() % 4), lane(threadIdx.x % 32), sched(args)
+    {
+    }
     DEV void release(int slot)
     {
         if (lane < 2) mbar_arrive_cluster(ring.empty + 8 * slot, lane);
@@ -243,7 +265,9 @@ template <class C> struct TokenConsumer {
 #pragma unroll
             for (int kk = 0; kk < depth.value; kk++)
 #pragma unroll
-                for (int m = 0; m < 2; m++) wgmma<T, 16 * UNITS, C::TA, 0>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * 2, (k | kk) != 0);
+                for (int m = 0; m < 2; m++)
+                    wgmma<T, 16 * UNITS, C::TA, 0>(acc[m], da + m * 512 + kk * (C::TA ? 128 : 2), db + kk * 2,
+                                                   (k | kk) != 0);
             wgmma_commit();
             if (depth.value == 4 && k == look) more = sched.next(ahead); // some 500 cycles, under the products
             wgmma_wait<1>();
@@ -252,7 +276,7 @@ template <class C> struct TokenConsumer {
             advance();
         };
         for (int k = 0; k < steps; k++) step(k, std::integral_constant<int, 4>());
-        if (p.low_tail) step(steps, std::integral_constant<int, 1>());
+        if (p.lora_tail) step(steps, std::integral_constant<int, 1>());
         wgmma_wait<0>();
         release(last);
 #pragma unroll
@@ -272,10 +296,13 @@ template <class C> struct TokenConsumer {
         default: return multiply<9>(steps);
         }
     }
-    // Units from `first` on of one block of 64 features: every warp writes its 16 x 16 blocks, then one TMA store a unit. words(u, w):
-    // the four words of the unit's block; column: of the first two and of the others, in 16 bytes.
-    // maps: boxes of 16 rows and of a whole piece, which goes in one store: issuing one takes 150 cycles, for which all warps wait.
-    template <class F> DEV void put(const TokenTile &t, const int first, const CUtensorMap (&maps)[2], int x, int y, int column, int other, F words)
+    // Units from `first` on of one block of 64 features: every warp writes its 16 x 16 blocks, then one TMA store a
+    // unit. words(u, w): the four words of the unit's block; column: of the first two and of the others, in 16 bytes.
+    // maps: boxes of 16 rows and of a whole piece, which goes in one store: issuing one takes 150 cycles, for which all
+    // warps wait.
+    template <class F>
+    DEV void put(const TokenTile &t, const int first, const CUtensorMap (&maps)[2], int x, int y, int column, int other,
+                 F words)
     {
         const uint32_t buffer = ring.base + C::STAGES * C::STAGE + wg * C::STAGING + (turn++ & 1) * C::BUFFER;
         if (warp == 0 && lane == 0) tma_wait_read<1>();
@@ -293,7 +320,8 @@ template <class C> struct TokenConsumer {
         fence_async();
         bar_sync(1 + wg, 128);
         if (warp == 0 && lane == 0) {
-            if (16 * C::PIECE <= t.rows - 16 * first && first + C::PIECE <= t.units) tma_store(&maps[1], buffer, x, y, t.row0 + 16 * first);
+            if (16 * C::PIECE <= t.rows - 16 * first && first + C::PIECE <= t.units)
+                tma_store(&maps[1], buffer, x, y, t.row0 + 16 * first);
             else
                 for (int u = 0; u < C::PIECE && first + u < t.units; u++) {
                     const int row = t.row0 + 16 * (first + u), rows = t.rows - 16 * (first + u);
@@ -305,9 +333,10 @@ template <class C> struct TokenConsumer {
         }
     }
     // A block whose rows are 16 features: value(i) of accumulator i.
-    template <class F> DEV void put_rows(const TokenTile &t, int first, const CUtensorMap (&maps)[2], int x, int y, F value)
+    template <class F>
+    DEV void put_rows(const TokenTile &t, int first, const CUtensorMap (&maps)[2], int x, int y, F value)
     {
-        put(t, first, maps, x, y, 2 * warp, 2 * warp + 1, [&](int u, uint32_t (&w)[4]) {
+        put(t, first, maps, x, y, 2 * warp, 2 * warp + 1, [&](int u, uint32_t(&w)[4]) {
             const int i = 8 * u;
             w[0] = pack2<T>(value(i), value(i + 1)), w[1] = pack2<T>(value(i + 4), value(i + 5));
             w[2] = pack2<T>(value(i + 2), value(i + 3)), w[3] = pack2<T>(value(i + 6), value(i + 7));
@@ -322,9 +351,10 @@ template <class C> struct TokenConsumer {
             const int first = piece * C::PIECE;
             if (first >= t.units) break;
             auto half = [&](int h) {
-                return [&, h](int u, uint32_t (&w)[4]) {
+                return [&, h](int u, uint32_t(&w)[4]) {
                     const float *v = acc[0] + 8 * u + 2 * h, *q = acc[1] + 8 * u + 2 * h;
-                    w[0] = pack2<T>(v[0], v[1]), w[1] = pack2<T>(v[4], v[5]), w[2] = pack2<T>(q[0], q[1]), w[3] = pack2<T>(q[4], q[5]);
+                    w[0] = pack2<T>(v[0], v[1]), w[1] = pack2<T>(v[4], v[5]), w[2] = pack2<T>(q[0], q[1]),
+                    w[3] = pack2<T>(q[4], q[5]);
                 };
             };
             if (p.keep_h) {
@@ -332,13 +362,14 @@ template <class C> struct TokenConsumer {
                 put(t, first, p.h, x, 1, warp, warp + 4, half(1));
             }
             with_smooth(p.act, [&](auto kind) {
-                put(t, first, p.d, x, 0, warp, warp + 4, [&](int u, uint32_t (&w)[4]) {
+                put(t, first, p.d, x, 0, warp, warp + 4, [&](int u, uint32_t(&w)[4]) {
 #pragma unroll
                     for (int m = 0; m < 2; m++)
 #pragma unroll
                         for (int h = 0; h < 2; h++) {
                             const float *v = acc[m] + 4 * (2 * u + h);
-                            w[2 * m + h] = pack2<T>(fast_value<kind.value, true>(p.act, v[0], v[2]), fast_value<kind.value, true>(p.act, v[1], v[3]));
+                            w[2 * m + h] = pack2<T>(fast_value<kind.value, true>(p.act, v[0], v[2]),
+                                                    fast_value<kind.value, true>(p.act, v[1], v[3]));
                         }
                 });
             });
@@ -368,7 +399,10 @@ template <class C> struct TokenConsumer {
             for (int piece = 0; piece < C::PIECES; piece++) {
                 const int first = piece * C::PIECE;
                 if (first >= t.units) break;
-                auto put_act = [&](auto kind) { put_rows(t, first, p.d, x, 0, [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); }); };
+                auto put_act = [&](auto kind) {
+                    put_rows(t, first, p.d, x, 0,
+                             [&](int i) { return fast_value<kind.value, GLU>(p.act, gate(i), up(i)); });
+                };
                 if constexpr (C::EPI == TOK_STORE) put_rows(t, first, p.d, x, 0, gate);
                 else {
                     if (p.keep_h) put_rows(t, first, p.h, x, 0, gate);
@@ -383,17 +417,17 @@ template <class C> struct TokenConsumer {
     }
     DEV void run()
     {
-        const int steps = p.k_steps * p.parts + p.low_steps;
-        bool told = !p.halves;
-        auto tell = [&] {
-            if (!told && warp == 0 && lane == 0) half_stored(p, ring.full + RING_COUNT, 2);
-            told = true;
+        const int steps = p.k_steps * p.parts + p.lora_steps;
+        bool published = !p.lets_in_early;
+        auto publish = [&] {
+            if (!published && warp == 0 && lane == 0) publish_half(p, ring.full + RING_COUNT, 2);
+            published = true;
         };
         more = sched.next(ahead);
         while (more) {
             const TokenTile t = ahead.uniform();
             if (!t.live) {
-                for (int k = steps + (p.low_tail != 0); k > 0; k--) {
+                for (int k = steps + (p.lora_tail != 0); k > 0; k--) {
                     mbar_wait(ring.full + 8 * s, phase);
                     release(s);
                     advance();
@@ -402,16 +436,17 @@ template <class C> struct TokenConsumer {
                 continue;
             }
             multiply_any(t.units, steps);
-            if (t.e >= p.E / 2) tell();
+            if (t.e >= p.E / 2) publish();
             if constexpr (C::EPI == TOK_SMOOTH) store_smooth(t);
             else store(t);
         }
-        tell();
+        publish();
         if (warp == 0 && lane == 0) tma_wait<0>();
     }
 };
 
-template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_kernel(const __grid_constant__ Sm90Args p)
+template <class C>
+__global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_kernel(const __grid_constant__ Sm90Args p)
 {
     extern __shared__ __align__(1024) uint8_t smem[];
     const uint32_t base = smem_u32(smem), control = base + C::CONTROL;
@@ -426,7 +461,7 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) tokens_sm90_
         tma_prefetch(&p.b[0]);
         tma_prefetch(&p.d[0]);
     }
-    begin(p);
+    begin_product(p);
     if (p.off_shared)
         for (int i = threadIdx.x; i <= p.E; i += C::THREADS) ((int *)(smem + C::OFFSETS))[i] = p.off[i];
     __syncthreads();

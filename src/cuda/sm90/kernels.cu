@@ -2,7 +2,8 @@
 // kernels.cu - finds a Hopper kernel in the table of kernels.cuh and launches it.
 #include "product.cuh"
 
-extern const Sm90Entry sm90_gather[], sm90_rows[], sm90_dh[], sm90_wgrad[]; // inst_*.cu; each ends with one of no function
+// inst_*.cu; each ends with one of no function.
+extern const Sm90Entry sm90_gather[], sm90_rows[], sm90_dh[], sm90_wgrad[];
 static const Sm90Entry *const kParts[] = {sm90_gather, sm90_rows, sm90_dh, sm90_wgrad};
 
 cudaError_t sm90_setup()

@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# slow_kernels.sh error|warning COMMAND...: runs a compiler and says aloud, or fails, when the assembler spilled registers, serialised
-# wgmma or ignored setmaxnreg: such a kernel works, at a fraction of its speed, and nobody reads remarks.
+# slow_kernels.sh error|warning COMMAND...: runs a compiler and says aloud, or fails, when the assembler spilled
+# registers, serialised wgmma or ignored setmaxnreg: such a kernel works, at a fraction of its speed, and nobody reads
+# remarks.
 level=$1
 shift
 out=$("$@" 2>&1)

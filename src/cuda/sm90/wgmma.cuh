@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// wgmma.cuh - m64nNk16, both operands in shared memory, f32 accumulators. TA, TB = 1 for an operand whose contiguous dimension is not k.
+// wgmma.cuh - m64nNk16, both operands in shared memory, f32 accumulators. TA, TB = 1 for an operand whose contiguous
+// dimension is not k.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,9 +8,15 @@
 
 // Shared memory matrix descriptors, 128-byte swizzle, tile base aligned to 1024 bytes.
 // k contiguous: rows of 64 elements (128 B), 8 rows 1024 B apart (SBO), LBO unused; next k16 is 32 B on.
-DEV uint64_t descriptor_k(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62); }
+DEV uint64_t descriptor_k(uint32_t a)
+{
+    return (uint64_t)((a & 0x3ffff) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
 // mn contiguous: k rows of 64 mn (128 B), 8 k 1024 B apart (SBO), next 64 mn 8192 B on (LBO); next k16 is 2048 B on.
-DEV uint64_t descriptor_mn(uint32_t a) { return (uint64_t)((a & 0x3ffff) >> 4) | (512ull << 16) | (64ull << 32) | (1ull << 62); }
+DEV uint64_t descriptor_mn(uint32_t a)
+{
+    return (uint64_t)((a & 0x3ffff) >> 4) | (512ull << 16) | (64ull << 32) | (1ull << 62);
+}
 
 DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -21,7 +28,8 @@ template <int N> DEV void wgmma_pin(float *v) // accumulators are not read befor
 }
 
 // clang-format off
-#define WG_F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WG_F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define WG_F8(i) WG_F4(i), WG_F4(i + 4)
 #define WG_F16(i) WG_F8(i), WG_F8(i + 8)
 #define WG_F32(i) WG_F16(i), WG_F16(i + 16)
 #define WG_F64(i) WG_F32(i), WG_F32(i + 32)
@@ -35,11 +43,13 @@ template <int N> DEV void wgmma_pin(float *v) // accumulators are not read befor
 #define WG_R64 WG_R56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define WG_R72 WG_R64 ",%64,%65,%66,%67,%68,%69,%70,%71"
 #define WG_R96 WG_R72 ",%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-#define WG_R128 WG_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define WG_ASM(n, type, regs, a, b, p, ta, tb, ...)                                                                        \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #p ", 0;\n"                                                              \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, %" #a ", %" #b               \
-                 ", p, 1, 1, %" #ta ", %" #tb ";}" : __VA_ARGS__ : "l"(desc_a), "l"(desc_b), "r"(accumulate), "n"(TA), "n"(TB))
+#define WG_R112 WG_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
+#define WG_R128 WG_R112 ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WG_ASM(n, type, regs, a, b, p, ta, tb, ...)                                                   \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %" #p ", 0;\n"                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, %" #a   \
+                 ", %" #b ", p, 1, 1, %" #ta ", %" #tb ";}" : __VA_ARGS__                              \
+                 : "l"(desc_a), "l"(desc_b), "r"(accumulate), "n"(TA), "n"(TB))
 // clang-format on
 
 // N from 16 to 144 in steps of 16, 192 and 256.

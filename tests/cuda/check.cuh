@@ -18,13 +18,13 @@ extern "C" {
 #include "util.h"
 }
 
-#define CK(x)                                                                                              \
-    do {                                                                                                   \
-        const cudaError_t e_ = (x);                                                                        \
-        if (e_ != cudaSuccess) {                                                                           \
-            printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));                     \
-            exit(2);                                                                                       \
-        }                                                                                                  \
+#define CK(x)                                                                                                          \
+    do {                                                                                                               \
+        const cudaError_t e_ = (x);                                                                                    \
+        if (e_ != cudaSuccess) {                                                                                       \
+            printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #x, cudaGetErrorString(e_));                                 \
+            exit(2);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 extern uint64_t rng_state;
@@ -49,7 +49,8 @@ struct Arena {
         size_t at, bytes;
     };
     std::vector<Block> blocks;
-    static constexpr size_t kGuard = 256;
+    static constexpr size_t kGuard = 256;          // bytes, of its own for either side of every buffer
+    static constexpr unsigned char kPoison = 0xff; // NaN in every dtype, -1 in every int
     void open(size_t bytes)
     {
         size = bytes;
@@ -59,7 +60,7 @@ struct Arena {
     {
         used = 0;
         blocks.clear();
-        CK(cudaMemset(base, 0xff, size < (64u << 20) ? size : (64u << 20)));
+        CK(cudaMemset(base, kPoison, size < (64u << 20) ? size : (64u << 20)));
     }
     void *take(size_t bytes, size_t shift = 0)
     {
@@ -69,20 +70,27 @@ struct Arena {
             exit(2);
         }
         void *p = base + used;
-        CK(cudaMemset(base + used - kGuard, 0xff, bytes + 2 * kGuard));
+        CK(cudaMemset(base + used - kGuard, kPoison, bytes + 2 * kGuard));
         blocks.push_back({used, bytes});
         used += bytes + kGuard;
         return p;
     }
-    bool guards_ok() const
+    // Where the memory before or after a buffer was written to, in words; nothing: nowhere.
+    std::string broken() const
     {
         unsigned char g[kGuard];
-        for (const Block &b : blocks) {
-            CK(cudaMemcpy(g, base + b.at + b.bytes, kGuard, cudaMemcpyDeviceToHost));
-            for (unsigned char c : g)
-                if (c != 0xff) return false;
-        }
-        return true;
+        for (size_t i = 0; i < blocks.size(); i++)
+            for (int after = 0; after < 2; after++) {
+                const size_t at = after ? blocks[i].at + blocks[i].bytes : blocks[i].at - kGuard;
+                CK(cudaMemcpy(g, base + at, kGuard, cudaMemcpyDeviceToHost));
+                for (size_t j = 0; j < kGuard; j++)
+                    if (g[j] != kPoison)
+                        return "buffer " + std::to_string(i) + " of " + std::to_string(blocks[i].bytes) +
+                               " bytes, byte " +
+                               (after ? std::to_string(j) + " after its end"
+                                      : std::to_string(kGuard - j) + " before it");
+            }
+        return "";
     }
 };
 extern Arena arena;
@@ -97,7 +105,7 @@ static inline double round_to(double v, int dtype)
 }
 
 struct Tensor {
-    int dtype = FMOE_F32; // or -32, -64
+    int dtype = FMOE_F32;                // or -32, -64
     std::vector<int64_t> shape, strides; // strides on the device; the reference's are the same
     std::vector<double> ref;             // span of the strides
     std::vector<int64_t> ints;
@@ -126,7 +134,7 @@ struct Tensor {
             if (d == 0) span = 0;
         if (dtype > 0) ref.assign((size_t)span, NAN);
         else ints.assign((size_t)span, 0);
-        dev = arena.take(bytes() + 16, shift);
+        dev = arena.take(bytes(), shift);
         describe();
     }
     void describe()
@@ -142,7 +150,9 @@ struct Tensor {
         if (dtype > 0) {
             ref_t.data = ref.data();
             ref_t.dtype = {2, 64, 1};
-            dev_t.dtype = dtype == FMOE_F32 ? fmoe_datatype{2, 32, 1} : dtype == FMOE_BF16 ? fmoe_datatype{4, 16, 1} : fmoe_datatype{2, 16, 1};
+            dev_t.dtype = dtype == FMOE_F32    ? fmoe_datatype{2, 32, 1}
+                          : dtype == FMOE_BF16 ? fmoe_datatype{4, 16, 1}
+                                               : fmoe_datatype{2, 16, 1};
         } else {
             ref_t.data = ints.data();
             ref_t.dtype = {0, 64, 1};
@@ -167,7 +177,7 @@ struct Tensor {
     }
     void poison() const
     {
-        if (span) CK(cudaMemset(dev, 0xff, bytes()));
+        if (span) CK(cudaMemset(dev, Arena::kPoison, bytes()));
     }
     std::vector<char> raw() const
     {
@@ -230,6 +240,13 @@ static inline void verdict(bool ok, const char *format, ...)
     va_end(v);
 }
 
+// At the end of a case: nothing but the buffers was written.
+static inline void check_guards()
+{
+    const std::string where = arena.broken();
+    verdict(where.empty(), "written outside: %s", where.c_str());
+}
+
 // Relative L2 error of the whole, and every element within `peak` roundings of the largest magnitude.
 static inline void compare(const char *name, const Tensor &t, double l2, double peak)
 {
@@ -245,8 +262,9 @@ static inline void compare(const char *name, const Tensor &t, double l2, double 
         top = std::fmax(top, std::fabs(t.ref[(size_t)i]));
     });
     const double rel = r2 > 0 ? sqrt(e2 / r2) : sqrt(e2);
-    verdict(finite && rel <= l2 && worst <= peak * top + 1e-30, "%s: relative L2 %.3e (bound %.3e), worst %.3e of %.3e (bound %.3e)%s", name, rel, l2, worst, top, peak * top,
-            finite ? "" : ", NOT FINITE");
+    verdict(finite && rel <= l2 && worst <= peak * top + 1e-30,
+            "%s: relative L2 %.3e (bound %.3e), worst %.3e of %.3e (bound %.3e)%s", name, rel, l2, worst, top,
+            peak * top, finite ? "" : ", NOT FINITE");
 }
 
 static inline void compare_ints(const char *name, const Tensor &t)
@@ -259,8 +277,8 @@ static inline void compare_ints(const char *name, const Tensor &t)
             bad++;
         }
     });
-    verdict(bad == 0, "%s: %lld differ, first at %lld: %.0f, expected %lld", name, (long long)bad, (long long)first, first < 0 ? 0. : got[(size_t)first],
-            first < 0 ? 0ll : (long long)t.ints[(size_t)first]);
+    verdict(bad == 0, "%s: %lld differ, first at %lld: %.0f, expected %lld", name, (long long)bad, (long long)first,
+            first < 0 ? 0. : got[(size_t)first], first < 0 ? 0ll : (long long)t.ints[(size_t)first]);
 }
 
 // ---- The two backends, through their tables ----

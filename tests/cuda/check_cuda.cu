@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // check_cuda.cu - the CUDA backend against the reference, operation by operation, through the backend tables.
 //
-//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation experts special; big only when named
+//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation experts special; big only
+//   when named
 #include "check.cuh"
 
 #include <ctime>

@@ -7,8 +7,8 @@ struct Case {
     int dtype, act, ptype, gtype, id_type;
     uint32_t flags, run_flags;
     bool list, w1_t, w2_t, dw1_t, dw2_t, dx, dp, dw1, dw2, shift;
-    int skew;    // percent of ids that go to expert 0
-    int scatter; // lists: 0 equal distances, 1 anywhere, 2 strides of their own
+    int skew;             // percent of ids that go to expert 0
+    int scatter;          // lists: 0 equal distances, 1 anywhere, 2 strides of their own
     int64_t rank1, rank2; // of adapters
     int turned, wanted;   // bits of the factors a1, b1, a2, b2: stored by columns; whose gradient is asked for
     size_t launches;      // inference is to take so many, 0: any number
@@ -34,7 +34,11 @@ static Case draw()
     c.id_type = coin() ? -32 : -64;
     c.list = coin(25);
     c.scatter = (int)pick(0, 2);
-    c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) | (coin(25) ? FMOE_RECOMPUTE : coin() ? FMOE_REUSE_SAVED : 0) | (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
+    c.flags = (coin(25) ? FMOE_INTERLEAVED : 0) | (!c.list && coin(30) ? FMOE_BIAS : 0) |
+              (coin(25) ? FMOE_RECOMPUTE
+               : coin() ? FMOE_REUSE_SAVED
+                        : 0) |
+              (coin(25) ? FMOE_SKIP_NEG1 : 0) | (coin(25) ? FMOE_SKIP_E : 0);
     c.run_flags = (coin(40) ? FMOE_ACCUMULATE : 0) | (coin(30) ? FMOE_ADD_OUT : 0) | (coin(30) ? FMOE_ADD_DX : 0);
     c.w1_t = coin(25), c.w2_t = coin(25), c.dw1_t = coin(25), c.dw2_t = coin(25);
     c.dx = coin(85), c.dp = coin(85), c.dw1 = coin(85), c.dw2 = coin(85);
@@ -51,8 +55,11 @@ static Case draw()
 static std::string words(const Case &c)
 {
     char t[400];
-    snprintf(t, sizeof t, "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t %d dw2_t %d p %d g %d shift %d skew %d scatter %d rank %lld %lld turned %d wanted %d", c.dtype, c.act,
-             (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags, c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew, c.scatter,
+    snprintf(t, sizeof t,
+             "experts dtype %d act %d T %lld H %lld I %lld E %lld k %lld flags %u run %u list %d w1_t %d w2_t %d dw1_t "
+             "%d dw2_t %d p %d g %d shift %d skew %d scatter %d rank %lld %lld turned %d wanted %d",
+             c.dtype, c.act, (long long)c.T, (long long)c.H, (long long)c.I, (long long)c.E, (long long)c.k, c.flags,
+             c.run_flags, c.list, c.w1_t, c.w2_t, c.dw1_t, c.dw2_t, c.ptype, c.gtype, c.shift, c.skew, c.scatter,
              (long long)c.rank1, (long long)c.rank2, c.turned, c.wanted);
     return t;
 }
@@ -84,7 +91,8 @@ struct Weights {
             auto one = [&](std::deque<Tensor> &d, int64_t rows, int64_t cols, bool t, int64_t pad) {
                 const size_t gap = c.scatter ? 16 * (size_t)pick(0, 40) : 0;
                 d.emplace_back();
-                d.back().init(dtype, {rows, cols}, t ? std::vector<int>{1, 0} : std::vector<int>{}, pad + (c.scatter > 1 ? pick(0, 2) : 0), gap);
+                d.back().init(dtype, {rows, cols}, t ? std::vector<int>{1, 0} : std::vector<int>{},
+                              pad + (c.scatter > 1 ? pick(0, 2) : 0), gap);
             };
             if (gated) one(gate, c.I, c.H, c.scatter > 1 && coin() ? !t1 : t1, c.scatter > 1 ? 8 : 0);
             one(up, c.I, c.H, t1, 0);
@@ -138,7 +146,8 @@ struct Factors {
 
     void init(const Case &c, bool gated, int dtype, int turned)
     {
-        const int64_t HC = gated ? 2 * c.I : c.I, rows[4] = {c.rank1, HC, c.rank2, c.H}, cols[4] = {c.H, c.rank1, c.I, c.rank2};
+        const int64_t HC = gated ? 2 * c.I : c.I, rows[4] = {c.rank1, HC, c.rank2, c.H},
+                      cols[4] = {c.H, c.rank1, c.I, c.rank2};
         for (int i = 0; i < 4; i++) {
             if (!(i < 2 ? c.rank1 : c.rank2)) continue;
             t[i].init(dtype, {c.E, rows[i], cols[i]}, turned >> i & 1 ? std::vector<int>{0, 2, 1} : std::vector<int>{});
@@ -219,7 +228,9 @@ static void run_case(const Case &c)
     }
     const double s1 = 1 / sqrt((double)c.H), s2 = 1 / sqrt((double)c.I);
     for (Tensor *t : w.all) {
-        const double s = t == &w.w2 || (w.list && t->size(0) == c.H && t->size(1) == c.I) ? s2 : t == &w.b1 || t == &w.b2 ? 0.3 : s1;
+        const double s = t == &w.w2 || (w.list && t->size(0) == c.H && t->size(1) == c.I) ? s2
+                         : t == &w.b1 || t == &w.b2                                       ? 0.3
+                                                                                          : s1;
         t->fill([&] { return s * normal(); });
         t->upload();
     }
@@ -227,7 +238,8 @@ static void run_case(const Case &c)
         if (!add) t.poison();
         else t.upload();
     };
-    const bool add_out = c.run_flags & FMOE_ADD_OUT, add_dx = c.run_flags & FMOE_ADD_DX, add_dw = c.run_flags & FMOE_ACCUMULATE;
+    const bool add_out = c.run_flags & FMOE_ADD_OUT, add_dx = c.run_flags & FMOE_ADD_DX,
+               add_dw = c.run_flags & FMOE_ACCUMULATE;
     if (add_out) out.fill(normal);
     if (add_dx) dx.fill(normal);
     std::vector<Tensor *> grads = dw.all;
@@ -276,7 +288,8 @@ static void run_case(const Case &c)
         CK(cudaDeviceSynchronize());
         for (Tensor *t : results) bits[round].push_back(t->raw());
     }
-    for (size_t i = 0; i < results.size(); i++) verdict(bits[0][i] == bits[1][i], "result %d differs between two runs", (int)i);
+    for (size_t i = 0; i < results.size(); i++)
+        verdict(bits[0][i] == bits[1][i], "result %d differs between two runs", (int)i);
     // The reference.
     fmoe_run r = p.ref_run(FMOE_FORWARD, c.T, c.run_flags);
     fmoe_experts_args a = args(0, false);
@@ -286,13 +299,15 @@ static void run_case(const Case &c)
     a = args(0, true);
     verdict(p.ref.backend->experts[1](&p.ref, &a, &r) == FMOE_OK, "reference backward");
 
-    // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward; with adapters h, y, da and dx once more, and their
-    // rank-sized rows. A clamp's slope jumps where h rounds across the limit.
+    // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward; with adapters h, y, da and dx once
+    // more, and their rank-sized rows. A clamp's slope jumps where h rounds across the limit.
     const double adapted = (c.rank1 ? 1 : 0) + (c.rank2 ? 1 : 0);
     const double u = unit(c.dtype) * (1 + adapted / 2), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
-    const bool kink = c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU; // the order of a sum, or an adapter's second rounding, may decide on which side of zero h is
+    // The order of a sum, or an adapter's second rounding, may decide on which side of zero h is.
+    const bool kink = c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU;
     const bool jumps = (kink && c.rank1) || (c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT);
-    const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide, peakb = kink ? 1 : (jumps ? 40 : 10) * u + wide;
+    const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide,
+                 peakb = kink ? 1 : (jumps ? 40 : 10) * u + wide;
     compare("out", out, l2, peak);
     if (c.dx) compare("dx", dx, l2b, peakb);
     // A dot product of I terms may cancel; few of them do not average that out.
@@ -328,7 +343,7 @@ static void run_case(const Case &c)
     CK(cudaStreamDestroy(stream));
     verdict(inference == out.raw(), "inference differs between two runs");
     compare("inference", out, l2, peak);
-    verdict(arena.guards_ok(), "guards");
+    check_guards();
 }
 
 void check_experts(int cases)
@@ -351,10 +366,13 @@ void check_experts(int cases)
     // Decode: rows in one and in several parts, few and many slots, experts with none to many of them.
     static const struct {
         int64_t T, k, E, H, I;
-    } few[] = {{1, 8, 9, 512, 768}, {1, 2, 16, 512, 256}, {4, 8, 34, 512, 128}, {2, 2, 5, 2304, 256}, {2, 3, 8, 256, 1024}, {9, 4, 40, 256, 136}, {20, 3, 64, 128, 128},
-               {1, 6, 6, 512, 1408}, {3, 2, 7, 8, 8}, {5, 3, 16, 520, 72}, {2, 2, 3, 96, 2056}, {1, 2, 2, 2888, 104}, {11, 4, 48, 72, 200}, {1, 4, 4, 264, 288}};
+    } few[] = {{1, 8, 9, 512, 768},  {1, 2, 16, 512, 256}, {4, 8, 34, 512, 128},  {2, 2, 5, 2304, 256},
+               {2, 3, 8, 256, 1024}, {9, 4, 40, 256, 136}, {20, 3, 64, 128, 128}, {1, 6, 6, 512, 1408},
+               {3, 2, 7, 8, 8},      {5, 3, 16, 520, 72},  {2, 2, 3, 96, 2056},   {1, 2, 2, 2888, 104},
+               {11, 4, 48, 72, 200}, {1, 4, 4, 264, 288}};
     for (const auto &f : few)
-        for (int round = 0; round < (f.E * f.H * f.I < 700000 ? 9 : 3); round++) { // weights [out,in], [in,out], and those with gate and up as neighbours and biases
+        // Weights [out,in], [in,out], and those with gate and up as neighbours and biases.
+        for (int round = 0; round < (f.E * f.H * f.I < 700000 ? 9 : 3); round++) {
             Case q = c;
             q.T = f.T, q.k = f.k, q.E = f.E, q.H = f.H, q.I = f.I;
             q.dtype = q.gtype = round % 3 == 1 ? FMOE_F16 : FMOE_BF16;
@@ -368,7 +386,8 @@ void check_experts(int cases)
             run_case(q);
         }
     // Decode again: not gated, lists (at equal distances, anywhere, strides of their own), adapters, and all of these.
-    static const int64_t ranks[][2] = {{16, 16}, {0, 8}, {128, 24}, {64, 0}, {8, 32}, {12, 16}, {16, 136}}; // the last two do not decode
+    // The last two do not decode.
+    static const int64_t ranks[][2] = {{16, 16}, {0, 8}, {128, 24}, {64, 0}, {8, 32}, {12, 16}, {16, 136}};
     int which = 0;
     for (const auto &f : few)
         for (int round = 0; round < (f.E * f.H * f.I < 700000 ? 12 : 4); round++, which++) {
@@ -387,7 +406,8 @@ void check_experts(int cases)
             if (kind >= 2) q.rank1 = ranks[which % 7][0], q.rank2 = ranks[which % 7][1], q.wanted = 15;
             q.turned = which % 11 == 10 ? 15 : 0;
             q.dp = false; // of one token the few dot products may all cancel
-            const bool adapted = q.rank1 || q.rank2, fits = q.rank1 % 8 == 0 && q.rank2 <= 128 && !(adapted && q.turned);
+            const bool adapted = q.rank1 || q.rank2,
+                       fits = q.rank1 % 8 == 0 && q.rank2 <= 128 && !(adapted && q.turned);
             if (fits && !(q.list && q.scatter == 2)) q.launches = 2 + (q.rank1 ? 1 : 0) + (q.rank2 ? 1 : 0);
             run_case(q);
         }
@@ -410,7 +430,8 @@ void check_experts(int cases)
             c.act = act, c.flags = flags;
             run_case(c);
         }
-    // Adapters: several row tiles and column tiles, ranks within and beyond a step of the products, lists, every order of h.
+    // Adapters: several row tiles and column tiles, ranks within and beyond a step of the products, lists, every order
+    // of h.
     c.act = 0, c.wanted = 15;
     for (uint32_t flags : {0u, (uint32_t)FMOE_INTERLEAVED, (uint32_t)(FMOE_RECOMPUTE | FMOE_BIAS)})
         for (int64_t rank : {8, 16, 72, 300}) {
@@ -428,7 +449,8 @@ void check_experts(int cases)
             c.list = !(flags & FMOE_BIAS) && act % 2;
             run_case(c);
         }
-    // Rows for tiles of 128 x 256, an odd number of them too, and every number of 16s in the last step; experts with none of the rows.
+    // Rows for tiles of 128 x 256, an odd number of them too, and every number of 16s in the last step; experts with
+    // none of the rows.
     c.act = 0, c.list = false, c.H = 320, c.I = 192;
     for (int64_t rank : {1, 8, 16, 24, 40, 56, 64, 72, 128}) {
         c.flags = rank == 24 ? FMOE_RECOMPUTE : rank == 40 ? FMOE_REUSE_SAVED : rank == 56 ? FMOE_BORROW_DW1 : 0;
@@ -445,9 +467,14 @@ void check_experts(int cases)
         c.act = act, c.dtype = c.gtype = act == 2 ? FMOE_F16 : FMOE_BF16, c.E = 2, c.T = 440;
         run_case(c);
     }
-    // Weights [in,out]: gates and ups apart and as neighbours, for tiles of tokens and of 128 x 256, W2 either way, tiles of dh of 192 and 128.
+    // Weights [in,out]: gates and ups apart and as neighbours, for tiles of tokens and of 128 x 256, W2 either way,
+    // tiles of dh of 192 and 128.
     for (int round = 0; round < 28; round++) {
-        c.act = round % 7, c.flags = (round & 1 ? FMOE_INTERLEAVED : 0) | (round & 2 ? FMOE_BIAS : 0) | (round % 5 == 4 ? FMOE_RECOMPUTE : round % 3 ? FMOE_REUSE_SAVED : 0) | (round & 12 ? FMOE_BORROW_DW1 : 0);
+        c.act = round % 7, c.flags = (round & 1 ? FMOE_INTERLEAVED : 0) | (round & 2 ? FMOE_BIAS : 0) |
+                                     (round % 5 == 4 ? FMOE_RECOMPUTE
+                                      : round % 3    ? FMOE_REUSE_SAVED
+                                                     : 0) |
+                                     (round & 12 ? FMOE_BORROW_DW1 : 0);
         c.run_flags = round & 12 ? round & 2 ? FMOE_ADD_DX : 0 : FMOE_ACCUMULATE;
         if (round & 1 && round % 4 != 3) c.act = round & 4 ? 0 : 5; // what neighbours are fused for
         c.dtype = c.gtype = round % 6 == 5 ? FMOE_F16 : FMOE_BF16;
@@ -461,215 +488,4 @@ void check_experts(int cases)
     // More experts than counters fit.
     c.act = 0, c.flags = c.run_flags = 0, c.T = 60, c.H = 64, c.I = 8, c.E = 13000;
     run_case(c);
-}
-
-// ---- Bad ids, no tokens, a NaN that stays at home, graph capture ----
-
-struct Small { // a layer of fixed size with everything on the device
-    Pair p;
-    Tensor x, ids, pr, out, dout, dx, dp, w1, w2, dw1, dw2;
-    static fmoe_desc desc(int64_t E, uint32_t flags)
-    {
-        fmoe_desc d = {};
-        d.size = sizeof d;
-        d.op = FMOE_OP_EXPERTS;
-        d.dtype = FMOE_BF16;
-        d.H = 256, d.I = 128, d.E = E, d.k = 2;
-        d.flags = flags;
-        return d;
-    }
-    Small(int64_t T, int64_t E, uint32_t flags) : p(desc(E, flags))
-    {
-        const int64_t H = 256, I = 128;
-        for (Tensor *t : {&x, &out, &dout, &dx}) t->init(FMOE_BF16, {T, H}), t->fill(normal), t->upload();
-        ids.init(-32, {T, 2});
-        for (auto &v : ids.ints) v = pick(0, E - 1);
-        ids.upload();
-        for (Tensor *t : {&pr, &dp}) t->init(FMOE_F32, {T, 2}), t->fill(uniform), t->upload();
-        for (Tensor *t : {&w1, &dw1}) t->init(FMOE_BF16, {E, 2 * I, H}), t->fill([] { return 0.06 * normal(); }), t->upload();
-        for (Tensor *t : {&w2, &dw2}) t->init(FMOE_BF16, {E, H, I}), t->fill([] { return 0.09 * normal(); }), t->upload();
-    }
-    fmoe_experts_args args(bool backward)
-    {
-        fmoe_experts_args a = {};
-        a.size = sizeof a;
-        a.x = &x.dev_t, a.ids = &ids.dev_t, a.weights = &pr.dev_t, a.w.w1 = &w1.dev_t, a.w.w2 = &w2.dev_t;
-        a.saved = p.dev_saved, a.saved_bytes = p.dev_saved_bytes;
-        if (!backward) a.out = &out.dev_t;
-        else a.dout = &dout.dev_t, a.dx = &dx.dev_t, a.dweights = &dp.dev_t, a.dw.w1 = &dw1.dev_t, a.dw.w2 = &dw2.dev_t;
-        return a;
-    }
-};
-
-static void bad_ids()
-{
-    arena.reset();
-    context = "bad ids";
-    Small s(50, 6, 0);
-    const int64_t keep = s.ids.ints[31];
-    s.ids.ints[31] = 77;
-    s.ids.upload();
-    fmoe_run f = s.p.dev_run(FMOE_FORWARD, 50, 0);
-    fmoe_experts_args a = s.args(false);
-    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "the call itself passes");
-    CK(cudaDeviceSynchronize());
-    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_ERR_INDEX, "the next call reports it");
-    s.ids.ints[31] = keep;
-    s.ids.upload();
-    CK(cudaDeviceSynchronize());
-    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "then all is well");
-    CK(cudaDeviceSynchronize());
-    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "and stays so");
-    CK(cudaDeviceSynchronize());
-}
-
-static void no_tokens()
-{
-    arena.reset();
-    context = "no tokens";
-    Small s(0, 5, 0);
-    fmoe_run f = s.p.dev_run(FMOE_FORWARD, 0, 0), b = s.p.dev_run(FMOE_BACKWARD, 0, 0);
-    fmoe_experts_args a = s.args(false);
-    verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK, "forward");
-    a = s.args(true);
-    verdict(s.p.dev.backend->experts[1](&s.p.dev, &a, &b) == FMOE_OK, "backward");
-    CK(cudaDeviceSynchronize());
-    bool zero = true;
-    for (Tensor *t : {&s.dw1, &s.dw2})
-        for (double v : t->download()) zero &= v == 0;
-    verdict(zero, "gradients of weights are zero");
-}
-
-static void nan_stays()
-{
-    for (int64_t T : {7, 200}) {
-        arena.reset();
-        context = "NaN in one token";
-        Small s(T, 3, 0);
-        fmoe_run f = s.p.dev_run(FMOE_FORWARD, T, 0), b = s.p.dev_run(FMOE_BACKWARD, T, 0);
-        fmoe_experts_args a = s.args(false), g = s.args(true);
-        s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
-        s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
-        CK(cudaDeviceSynchronize());
-        const std::vector<double> out = s.out.download(), dx = s.dx.download(), dp = s.dp.download();
-        const int64_t bad = T / 2;
-        for (int i = 0; i < 256; i++) s.x.ref[(size_t)(bad * 256 + i)] = s.dout.ref[(size_t)(bad * 256 + i)] = NAN;
-        s.x.upload(), s.dout.upload();
-        for (int saved = 1; saved >= 0; saved--) {
-            if (!saved) a.saved = nullptr;
-            s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
-            if (saved) s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
-            CK(cudaDeviceSynchronize());
-            const std::vector<double> o = s.out.download(), x = s.dx.download(), q = s.dp.download();
-            bool same = true;
-            for (int64_t i = 0; i < T * 256; i++)
-                if (i / 256 != bad) same &= saved ? o[(size_t)i] == out[(size_t)i] && x[(size_t)i] == dx[(size_t)i] : std::isfinite(o[(size_t)i]);
-            for (int64_t i = 0; saved && i < T * 2; i++)
-                if (i / 2 != bad) same &= q[(size_t)i] == dp[(size_t)i];
-            verdict(same, "other tokens keep their results (T %lld, saved %d)", (long long)T, saved);
-        }
-    }
-}
-
-static void graph()
-{
-    for (int64_t T : {3, 150}) {
-        arena.reset();
-        context = "graph capture";
-        Small s(T, 8, 0);
-        cudaStream_t stream;
-        CK(cudaStreamCreate(&stream));
-        fmoe_run f = s.p.dev_run(FMOE_FORWARD, T, 0, stream), b = s.p.dev_run(FMOE_BACKWARD, T, 0, stream);
-        fmoe_experts_args a = s.args(false), g = s.args(true), i = a;
-        i.saved = nullptr;
-        s.p.dev.backend->experts[0](&s.p.dev, &i, &f);
-        CK(cudaDeviceSynchronize());
-        const std::vector<char> inference = s.out.raw();
-        s.p.dev.backend->experts[0](&s.p.dev, &a, &f);
-        s.p.dev.backend->experts[1](&s.p.dev, &g, &b);
-        CK(cudaDeviceSynchronize());
-        const std::vector<char> out = s.out.raw(), dx = s.dx.raw(), dw = s.dw1.raw();
-        cudaGraph_t graph;
-        cudaGraphExec_t exec;
-        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-        verdict(s.p.dev.backend->experts[0](&s.p.dev, &a, &f) == FMOE_OK && s.p.dev.backend->experts[1](&s.p.dev, &g, &b) == FMOE_OK, "captured");
-        CK(cudaStreamEndCapture(stream, &graph));
-        CK(cudaGraphInstantiate(&exec, graph, 0));
-        s.out.poison(), s.dx.poison(), s.dw1.poison();
-        for (int n = 0; n < 3; n++) CK(cudaGraphLaunch(exec, stream));
-        CK(cudaStreamSynchronize(stream));
-        verdict(s.out.raw() == out && s.dx.raw() == dx && s.dw1.raw() == dw, "replay gives the same bits (T %lld)", (long long)T);
-        CK(cudaGraphExecDestroy(exec));
-        CK(cudaGraphDestroy(graph));
-        CK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-        verdict(s.p.dev.backend->experts[0](&s.p.dev, &i, &f) == FMOE_OK, "inference captured");
-        CK(cudaStreamEndCapture(stream, &graph));
-        CK(cudaGraphInstantiate(&exec, graph, 0));
-        s.out.poison();
-        for (int n = 0; n < 3; n++) CK(cudaGraphLaunch(exec, stream));
-        CK(cudaStreamSynchronize(stream));
-        verdict(s.out.raw() == inference, "replay of inference gives the same bits (T %lld)", (long long)T);
-        CK(cudaGraphExecDestroy(exec));
-        CK(cudaGraphDestroy(graph));
-        CK(cudaStreamDestroy(stream));
-    }
-}
-
-// More than 2^31 elements in a buffer: the last tokens of a large batch against the same tokens alone. Needs 24 GB of the device.
-void check_big()
-{
-    context = "more than 2^31 elements";
-    const int64_t T = 33000, few = 40, H = 2048, I = 64, E = 64, k = 32;
-    arena.reset();
-    fmoe_desc d = {};
-    d.size = sizeof d;
-    d.op = FMOE_OP_EXPERTS;
-    d.dtype = FMOE_BF16;
-    d.H = H, d.I = I, d.E = E, d.k = k;
-    Pair p(d);
-    Tensor x, dout, ids, pr, w1, w2, out[2], dx[2];
-    x.init(FMOE_BF16, {T, H}), dout.init(FMOE_BF16, {T, H});
-    for (Tensor *t : {&x, &dout})
-        for (size_t i = 0; i < t->ref.size(); i++) t->ref[i] = (double)(int64_t)(rng() % 255) / 64 - 2, t->ref[i] = round_to(t->ref[i], FMOE_BF16);
-    ids.init(-32, {T, k});
-    for (auto &v : ids.ints) v = pick(0, E - 1);
-    pr.init(FMOE_F32, {T, k});
-    pr.fill(uniform);
-    w1.init(FMOE_BF16, {E, 2 * I, H}), w1.fill([] { return 0.03 * normal(); });
-    w2.init(FMOE_BF16, {E, H, I}), w2.fill([] { return 0.1 * normal(); });
-    for (Tensor *t : {&x, &dout, &ids, &pr, &w1, &w2}) t->upload();
-    for (int run = 0; run < 2; run++) {
-        const int64_t n = run ? few : T, skip = T - n;
-        out[run].init(FMOE_BF16, {n, H}), dx[run].init(FMOE_BF16, {n, H});
-        fmoe_tensor xt = x.dev_t, gt = dout.dev_t, it = ids.dev_t, pt = pr.dev_t;
-        int64_t rows[2] = {n, H}, slots[2] = {n, k};
-        xt.shape = gt.shape = rows, it.shape = pt.shape = slots;
-        xt.byte_offset = gt.byte_offset = (uint64_t)(skip * H * 2), it.byte_offset = pt.byte_offset = (uint64_t)(skip * k * 4);
-        fmoe_run f = p.dev_run(FMOE_FORWARD, n, 0), b = p.dev_run(FMOE_BACKWARD, n, 0);
-        fmoe_experts_args a = {};
-        a.size = sizeof a;
-        a.x = &xt, a.ids = &it, a.weights = &pt, a.w.w1 = &w1.dev_t, a.w.w2 = &w2.dev_t, a.out = &out[run].dev_t;
-        a.saved = p.dev_saved, a.saved_bytes = p.dev_saved_bytes;
-        verdict(p.dev.backend->experts[0](&p.dev, &a, &f) == FMOE_OK, "forward");
-        a.out = nullptr, a.dout = &gt, a.dx = &dx[run].dev_t;
-        verdict(p.dev.backend->experts[1](&p.dev, &a, &b) == FMOE_OK, "backward");
-        CK(cudaDeviceSynchronize());
-    }
-    for (int i = 0; i < 2; i++) {
-        const std::vector<double> all = (i ? dx[0] : out[0]).download(), last = (i ? dx[1] : out[1]).download();
-        double e2 = 0, r2 = 0;
-        for (int64_t j = 0; j < few * H; j++) {
-            const double v = all[(size_t)((T - few) * H + j)], r = last[(size_t)j];
-            e2 += (v - r) * (v - r), r2 += r * r;
-        }
-        verdict(std::isfinite(e2) && r2 > 0 && e2 <= 1e-6 * r2, "%s: relative L2 %.3e", i ? "dx" : "out", sqrt(e2 / r2));
-    }
-}
-
-void check_special()
-{
-    bad_ids();
-    no_tokens();
-    nan_stays();
-    graph();
 }

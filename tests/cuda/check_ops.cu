@@ -42,18 +42,21 @@ static void one_route()
     }
     const int64_t T = pick(0, 70);
     const int wide = coin() ? FMOE_F32 : d.dtype, wt = coin() ? FMOE_F32 : d.dtype;
-    set_context("route dtype %s E %lld k %lld T %lld score %d renorm %d groups %d/%d gs %d", dtype_name(d.dtype), (long long)d.E, (long long)d.k, (long long)T, d.route.score, d.route.renormalize,
-                d.route.topk_groups, d.route.groups, d.route.group_score);
+    set_context("route dtype %s E %lld k %lld T %lld score %d renorm %d groups %d/%d gs %d", dtype_name(d.dtype),
+                (long long)d.E, (long long)d.k, (long long)T, d.route.score, d.route.renormalize, d.route.topk_groups,
+                d.route.groups, d.route.group_score);
     Pair p(d);
     Tensor logits, bias, ids, weights, bad, dweights, dlogits;
     logits.init(FMOE_F32, {T, d.E}, {}, coin() ? 3 : 0);
-    // Distinct multiples of 1/128 (of very many experts 1/1024, or their sigmoids would be 1 in f32), whose sums with the biases are exact
-    // in f32 too: rounding cannot change the choice.
+    // Distinct multiples of 1/128 (of very many experts 1/1024, or their sigmoids would be 1 in f32), whose sums with
+    // the biases are exact in f32 too: rounding cannot change the choice.
     for (int64_t t = 0; t < T; t++) {
         std::vector<int64_t> perm((size_t)d.E);
         for (int64_t e = 0; e < d.E; e++) perm[(size_t)e] = e;
         for (int64_t e = d.E - 1; e > 0; e--) std::swap(perm[(size_t)e], perm[(size_t)pick(0, e)]);
-        for (int64_t e = 0; e < d.E; e++) logits.ref[(size_t)(t * logits.strides[0] + e)] = ((double)perm[(size_t)e] - (double)(d.E / 2)) / (d.E > 1000 ? 1024 : 128);
+        for (int64_t e = 0; e < d.E; e++)
+            logits.ref[(size_t)(t * logits.strides[0] + e)] =
+                ((double)perm[(size_t)e] - (double)(d.E / 2)) / (d.E > 1000 ? 1024 : 128);
     }
     for (auto &v : logits.ref)
         if (std::isnan(v)) v = 0;
@@ -72,7 +75,8 @@ static void one_route()
     a.logits = &logits.ref_t, a.ids = &ids.ref_t, a.weights = &weights.ref_t, a.bad_rows = &bad.ref_t;
     a.select_bias = with_bias ? &bias.ref_t : nullptr;
     fmoe_run r = p.ref_run(FMOE_FORWARD, T, 0);
-    // With a bias, or zero scores of excluded experts, equal sums are possible: compare weights only where ids agree exactly.
+    // With a bias, or zero scores of excluded experts, equal sums are possible: compare weights only where ids agree
+    // exactly.
     verdict(p.ref.backend->route[0](&p.ref, &a, &r) == FMOE_OK, "reference");
     fmoe_route_args q = a;
     q.logits = &logits.dev_t, q.ids = &ids.dev_t, q.weights = &weights.dev_t, q.bad_rows = &bad.dev_t;
@@ -99,9 +103,12 @@ static void one_route()
     for (double v : dweights.ref) top = std::fmax(top, std::fabs(v));
     const std::vector<double> got = dlogits.download();
     double worst = 0;
-    dlogits.each([&](int64_t i) { worst = std::fmax(worst, std::fabs(got[(size_t)i] - dlogits.ref[(size_t)i]) - unit(wide) * std::fabs(dlogits.ref[(size_t)i]) * 2); });
+    dlogits.each([&](int64_t i) {
+        worst = std::fmax(worst, std::fabs(got[(size_t)i] - dlogits.ref[(size_t)i]) -
+                                     unit(wide) * std::fabs(dlogits.ref[(size_t)i]) * 2);
+    });
     verdict(worst <= 0x1p-18 * top * d.route.scale * (double)d.k, "dlogits: worst %.3e of %.3e", worst, top);
-    verdict(arena.guards_ok(), "guards");
+    check_guards();
 }
 
 static void route_rows_that_are_bad()
@@ -138,6 +145,7 @@ static void route_rows_that_are_bad()
         CK(cudaDeviceSynchronize());
         compare_ints("ids", ids);
         compare_ints("bad_rows", bad);
+        check_guards();
     }
 }
 
@@ -162,7 +170,8 @@ void check_permute()
         d.k = pick(1, 6);
         d.flags = (coin() ? FMOE_SKIP_NEG1 : 0) | (coin() ? FMOE_SKIP_E : 0);
         const int64_t T = i == 0 ? 0 : coin(20) ? pick(1000, 3000) : pick(1, 300), R = T * d.k;
-        set_context("permute %s H %lld E %lld k %lld T %lld flags %u", dtype_name(d.dtype), (long long)d.H, (long long)d.E, (long long)d.k, (long long)T, d.flags);
+        set_context("permute %s H %lld E %lld k %lld T %lld flags %u", dtype_name(d.dtype), (long long)d.H,
+                    (long long)d.E, (long long)d.k, (long long)T, d.flags);
         Pair p(d);
         Tensor x, ids, xp, map, counts, weights, out, dout, dy, dweights, dx;
         x.init(d.dtype, {T, d.H}, {}, coin() ? 8 : 0);
@@ -225,7 +234,7 @@ void check_permute()
         compare("dy", dy, 2 * u, 2 * u);
         const double ud = unit(wt) + (double)d.H * 0x1p-24;
         compare("dweights", dweights, 4 * ud, 4 * ud);
-        verdict(arena.guards_ok(), "guards");
+        check_guards();
     }
 }
 
@@ -236,7 +245,8 @@ static void bound_gmm(const char *name, const Tensor &t, const std::vector<doubl
     const std::vector<double> got = t.download();
     double worst = 0;
     t.each([&](int64_t i) {
-        const double bound = 1.01 * (unit(t.dtype) * std::fabs(t.ref[(size_t)i]) + (n + 4) * 0x1p-24 * magnitude[(size_t)i]) + 1e-30;
+        const double bound =
+            1.01 * (unit(t.dtype) * std::fabs(t.ref[(size_t)i]) + (n + 4) * 0x1p-24 * magnitude[(size_t)i]) + 1e-30;
         const double ratio = std::fabs(got[(size_t)i] - t.ref[(size_t)i]) / bound;
         worst = std::isnan(ratio) ? INFINITY : std::fmax(worst, ratio);
     });
@@ -250,7 +260,8 @@ static void one_gmm(int index)
     d.size = sizeof d;
     d.op = FMOE_OP_GROUPED_MATMUL;
     d.dtype = any_dtype();
-    const bool list = coin(40), alike = list && coin(), odd = coin(); // alike: as one stack would be, its rows one after the other
+    // alike: as one stack would be, its rows one after the other.
+    const bool list = coin(40), alike = list && coin(), odd = coin();
     d.E = coin(30) ? 1 : pick(2, 7);
     d.K = odd ? pick(1, 90) : 16 * pick(1, 12);
     d.N = odd ? pick(1, 150) : 16 * pick(1, 12);
@@ -263,8 +274,10 @@ static void one_gmm(int index)
     const bool no_sizes = d.E == 1 && !list && coin();
     const int64_t total = R + (no_sizes || list ? 0 : coin() ? pick(1, 50) : 0);
     if (index == 0) R = 0;
-    set_context("gmm %s E %lld K %lld N %lld R %lld list %d alike %d wide %d grads %s flags %u w_t %d dw_t %d bias %d cumulative %d", dtype_name(d.dtype), (long long)d.E, (long long)d.K, (long long)d.N,
-                (long long)total, list, alike, wide, dtype_name(gt), flags, w_t, dw_t, bias_on, cumulative);
+    set_context("gmm %s E %lld K %lld N %lld R %lld list %d alike %d wide %d grads %s flags %u w_t %d dw_t %d bias %d "
+                "cumulative %d",
+                dtype_name(d.dtype), (long long)d.E, (long long)d.K, (long long)d.N, (long long)total, list, alike,
+                wide, dtype_name(gt), flags, w_t, dw_t, bias_on, cumulative);
     fmoe_desc made = d;
     if (list) made.K = made.N = 0;
     Pair p(made);
@@ -273,13 +286,22 @@ static void one_gmm(int index)
     Tensor sizes;
     sizes.init(int_type(), {d.E});
     int64_t sum = 0;
-    for (int64_t e = 0; e < d.E; e++) sum += size[(size_t)e], sizes.ints[(size_t)e] = cumulative ? sum : size[(size_t)e];
+    for (int64_t e = 0; e < d.E; e++)
+        sum += size[(size_t)e], sizes.ints[(size_t)e] = cumulative ? sum : size[(size_t)e];
     sizes.upload();
     std::vector<fmoe_tensor> v[2][8];
     for (int64_t g = 0; g < G; g++) {
-        const int64_t rows = list ? size[(size_t)g] : no_sizes ? R : total, K = list && !alike ? pick(1, 64) : d.K, N = list && !alike ? pick(1, 64) : d.N;
-        auto dims = [&](int64_t a, int64_t b) { return list ? std::vector<int64_t>{a, b} : std::vector<int64_t>{d.E, a, b}; };
-        auto order = [&](bool t) { return list ? (t ? std::vector<int>{1, 0} : std::vector<int>{0, 1}) : (t ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2}); };
+        const int64_t rows = list       ? size[(size_t)g]
+                             : no_sizes ? R
+                                        : total,
+                      K = list && !alike ? pick(1, 64) : d.K, N = list && !alike ? pick(1, 64) : d.N;
+        auto dims = [&](int64_t a, int64_t b) {
+            return list ? std::vector<int64_t>{a, b} : std::vector<int64_t>{d.E, a, b};
+        };
+        auto order = [&](bool t) {
+            return list ? (t ? std::vector<int>{1, 0} : std::vector<int>{0, 1})
+                        : (t ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2});
+        };
         for (std::deque<Tensor> *t : {&x, &w, &bias, &y, &dy, &dx, &dw, &dbias}) t->emplace_back();
         x[g].init(d.dtype, {rows, K});
         w[g].init(d.dtype, dims(K, N), order(w_t));
@@ -291,7 +313,9 @@ static void one_gmm(int index)
         dbias[g].init(gt, list ? std::vector<int64_t>{N} : std::vector<int64_t>{d.E, N});
     }
     for (std::deque<Tensor> *rows : {&x, &y, &dy, &dx}) {
-        char *next = alike ? (char *)arena.take((size_t)(total * (*rows)[0].size(1)) * fmoe_dtype_size((*rows)[0].dtype) + 16) : nullptr;
+        char *next = alike
+                         ? (char *)arena.take((size_t)(total * (*rows)[0].size(1)) * fmoe_dtype_size((*rows)[0].dtype))
+                         : nullptr;
         for (Tensor &t : *rows)
             if (alike && t.span) t.dev_t.data = t.dev = next, next += t.bytes(); // one without rows lies elsewhere
     }
@@ -302,7 +326,8 @@ static void one_gmm(int index)
         for (int i = 0; i < 8; i++) v[0][i].push_back(all[i]->ref_t), v[1][i].push_back(all[i]->dev_t);
     }
     const double depth = (double)(total + d.K + d.N + 64);
-    const int asked = coin(60) ? 7 : (int)pick(1, 7); // 1: dx, which alone needs w; 2: dw, which alone needs x; 4: dbias
+    // 1: dx, which alone needs w; 2: dw, which alone needs x; 4: dbias.
+    const int asked = coin(60) ? 7 : (int)pick(1, 7);
     for (int pass = 0; pass < 2; pass++) {
         for (int side = 0; side < 2; side++) {
             fmoe_gmm_args a = {};
@@ -334,7 +359,7 @@ static void one_gmm(int index)
             }
         }
     }
-    verdict(arena.guards_ok(), "guards");
+    check_guards();
 }
 
 void check_gmm()
@@ -358,7 +383,8 @@ void check_activation()
         d.act_limit = coin() ? 1.5f : 0;
         d.flags = coin() ? FMOE_INTERLEAVED : 0;
         const int64_t R = i == 0 ? 0 : pick(1, 90);
-        set_context("activation %d %s I %lld R %lld flags %u", d.act, dtype_name(d.dtype), (long long)d.I, (long long)R, d.flags);
+        set_context("activation %d %s I %lld R %lld flags %u", d.act, dtype_name(d.dtype), (long long)d.I, (long long)R,
+                    d.flags);
         Pair p(d);
         Tensor h, a, da, dh;
         h.init(d.dtype, {R, p.dev.h_cols}, {}, coin() ? 8 : 0);
@@ -381,6 +407,6 @@ void check_activation()
         const double u = unit(d.dtype) + 0x1p-19;
         compare("a", a, u, u);
         compare("dh", dh, u, u);
-        verdict(arena.guards_ok(), "guards");
+        check_guards();
     }
 }

@@ -5,7 +5,7 @@
 // begin under the tail of the launch before it (programmatic dependent launch), and then only what the kernels do
 // orders the two. A mistake there is a silent race, so nothing but the two tables below grants it.
 //
-// kProducts: the kernel is OVERLAPPED. Its blocks come in as those of the launch before leave, and every one of them
+// PRODUCTS: the kernel is OVERLAPPED. Its blocks come in as those of the launch before leave, and every one of them
 // calls depend_wait() before it touches anything that an earlier launch reads or writes. (The kernels of a decode step
 // call it later: what they touch before it, no launch but the first of the step can still be at work on, and that one
 // waited.)
@@ -17,96 +17,58 @@
 
 #include <cstddef>
 
-// What a launch does. The products of the layer have these names only on the Hopper kernels; on the general one they
-// are GEMM.
-enum class Product {
-    NONE, // nothing was launched in this call
-    ROUTE,
-    ROUTE_SMALL,
-    SORT,
-    CLEAR_READY,
-    SIZES,
-    LIST,
-    GEMM,
-    LORA_ADD,
-    LORA_ROWS,
-    LORA_SCALE,
-    LORA_WGRAD,
-    ACT,
-    COMBINE,
-    SCATTER,
-    ZERO,
-    DOT,
-    DP,
-    DP_BIAS,
-    COLSUM,
-    DECODE,
-    GATHER, // gathered rows x weights, no activation: up or da
-    UP,     // with the activation
-    DOWN,
-    DH,
-    DX,
-    DW1,
-    DW2,
-    DW1_BORROWED, // FMOE_BORROW_DW1: over p*a and the rows of dx
-    LORA_IN,      // rows x the first factor of an adapter, whose rank is large
-    LORA_DB2,     // the gradient of an adapter's factor B2, rank large
-    LORA_D,       // and of the others
-    GMM_ROWS,
-    GMM_WGRAD,
-    COUNT
-};
-
 enum When { WAITS, OVERLAPPED };
 
+// What a launch does, when it begins, and whether it lets the next launch in as soon as the results of the first half
+// of the experts are in memory. The products of the layer have these names on the Hopper kernels only; on the general
+// kernel they are GEMM.
+// clang-format off
+#define PRODUCTS(X)                                                                                      \
+    X(NONE,         WAITS,      false) /* nothing was launched in this call */                           \
+    X(ROUTE,        WAITS,      false)                                                                   \
+    X(ROUTE_SMALL,  OVERLAPPED, false) /* up to 512 experts, no groups */                                \
+    X(SORT,         OVERLAPPED, false)                                                                   \
+    X(CLEAR_READY,  OVERLAPPED, false)                                                                   \
+    X(SIZES,        WAITS,      false) /* of a grouped matmul */                                         \
+    X(LIST,         WAITS,      false) /* pointers of a list of matrices */                              \
+    X(GEMM,         WAITS,      false) /* sm80/gemm.cu */                                                \
+    X(LORA_ADD,     WAITS,      false) /* sm80/lora_add.cu */                                            \
+    X(LORA_ROWS,    WAITS,      false) /* sm80/lora_rows.cu, as the next two */                          \
+    X(LORA_SCALE,   WAITS,      false)                                                                   \
+    X(LORA_WGRAD,   WAITS,      false)                                                                   \
+    X(ACT,          WAITS,      false)                                                                   \
+    X(COMBINE,      OVERLAPPED, false)                                                                   \
+    X(SCATTER,      WAITS,      false)                                                                   \
+    X(ZERO,         WAITS,      false)                                                                   \
+    X(DOT,          WAITS,      false)                                                                   \
+    X(DP,           OVERLAPPED, false) /* gradients of routing weights, from their parts */              \
+    X(DP_BIAS,      WAITS,      false) /* and where W2 has a bias */                                     \
+    X(COLSUM,       WAITS,      false)                                                                   \
+    X(DECODE,       OVERLAPPED, false)                                                                   \
+    X(GATHER,       OVERLAPPED, false) /* gathered rows x weights, no activation: up or da */            \
+    X(UP,           OVERLAPPED, true)  /* with the activation */                                         \
+    X(DOWN,         OVERLAPPED, false)                                                                   \
+    X(DH,           OVERLAPPED, true)  /* da with the backward of the activation: dh, p*a and dp */      \
+    X(DX,           OVERLAPPED, false)                                                                   \
+    X(DW1,          OVERLAPPED, false)                                                                   \
+    X(DW2,          OVERLAPPED, false)                                                                   \
+    X(DW1_BORROWED, OVERLAPPED, false) /* FMOE_BORROW_DW1: over p*a and the rows of dx */                \
+    X(LORA_IN,      OVERLAPPED, false) /* rows x the first factor of an adapter, whose rank is large */  \
+    X(LORA_DB2,     OVERLAPPED, false) /* the gradient of an adapter's factor B2, rank large */          \
+    X(LORA_D,       OVERLAPPED, false) /* and of the others */                                           \
+    X(GMM_ROWS,     OVERLAPPED, false) /* grouped matmul */                                              \
+    X(GMM_WGRAD,    OVERLAPPED, false)
+// clang-format on
+
+#define PRODUCT_NAME(name, when, early) name,
+#define PRODUCT_TRAITS(name, when, early) {when, early},
+enum class Product { PRODUCTS(PRODUCT_NAME) };
+
 struct ProductTraits {
-    Product product;
     When when;
-    bool lets_in_early; // lets the next launch in when the results of the first half of the experts are in memory
+    bool lets_in_early;
 };
-static constexpr ProductTraits kProducts[] = {
-    {Product::NONE, WAITS, false},
-    {Product::ROUTE, WAITS, false},
-    {Product::ROUTE_SMALL, OVERLAPPED, false},
-    {Product::SORT, OVERLAPPED, false},
-    {Product::CLEAR_READY, OVERLAPPED, false},
-    {Product::SIZES, WAITS, false},
-    {Product::LIST, WAITS, false},
-    {Product::GEMM, WAITS, false},
-    {Product::LORA_ADD, WAITS, false},
-    {Product::LORA_ROWS, WAITS, false},
-    {Product::LORA_SCALE, WAITS, false},
-    {Product::LORA_WGRAD, WAITS, false},
-    {Product::ACT, WAITS, false},
-    {Product::COMBINE, OVERLAPPED, false},
-    {Product::SCATTER, WAITS, false},
-    {Product::ZERO, WAITS, false},
-    {Product::DOT, WAITS, false},
-    {Product::DP, OVERLAPPED, false},
-    {Product::DP_BIAS, WAITS, false},
-    {Product::COLSUM, WAITS, false},
-    {Product::DECODE, OVERLAPPED, false},
-    {Product::GATHER, OVERLAPPED, false},
-    {Product::UP, OVERLAPPED, true},
-    {Product::DOWN, OVERLAPPED, false},
-    {Product::DH, OVERLAPPED, true},
-    {Product::DX, OVERLAPPED, false},
-    {Product::DW1, OVERLAPPED, false},
-    {Product::DW2, OVERLAPPED, false},
-    {Product::DW1_BORROWED, OVERLAPPED, false},
-    {Product::LORA_IN, OVERLAPPED, false},
-    {Product::LORA_DB2, OVERLAPPED, false},
-    {Product::LORA_D, OVERLAPPED, false},
-    {Product::GMM_ROWS, OVERLAPPED, false},
-    {Product::GMM_WGRAD, OVERLAPPED, false},
-};
-static constexpr bool in_order()
-{
-    for (int i = 0; i < (int)Product::COUNT; i++)
-        if ((int)kProducts[i].product != i) return false;
-    return sizeof kProducts / sizeof *kProducts == (size_t)Product::COUNT;
-}
-static_assert(in_order(), "kProducts has a line for each product, in their order");
+static constexpr ProductTraits kProducts[] = {PRODUCTS(PRODUCT_TRAITS)};
 
 static constexpr const ProductTraits &traits(Product product) { return kProducts[(int)product]; }
 

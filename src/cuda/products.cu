@@ -300,7 +300,7 @@ bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, c
 }
 
 // Gates and ups of one tensor, up after gate at one distance.
-static bool turns_map(CUtensorMap *m, const Layer &l, const Weight &w)
+static bool glu_map(CUtensorMap *m, const Layer &l, const Weight &w)
 {
     const Mat &g = w.part[0], &u = w.part[1];
     return !g.list && !u.list && g.r == u.r && (l.E == 1 || g.g == u.g) && (char *)u.p > (char *)g.p &&
@@ -316,22 +316,23 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
                columns = gated && by_columns(pairs ? w1.whole : w1.part[0]),
                smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
     a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth);
-    // Few rows.
-    const bool turns = smooth && a.tokens && !columns && turns_map(&a.b[0], l, w1) &&
-                       (!lora.rows.cols || (turns_map(&a.lora_b[0], l, lora.factor) && lora_row_maps(a, l, lora.rows)));
-    const Sm90Kernel kernel = pairs                            ? SM90_UP_PAIRS
-                              : columns                        ? SM90_UP_GLU_N
-                              : turns || (smooth && !a.tokens) ? SM90_UP_SMOOTH
-                              : gated                          ? SM90_UP_GLU
-                                                               : SM90_UP_ACT;
+    // Few rows: gates and ups alternate in the tile, 8 rows of each.
+    const bool alternate =
+        smooth && a.tokens && !columns && glu_map(&a.b[0], l, w1) &&
+        (!lora.rows.cols || (glu_map(&a.lora_b[0], l, lora.factor) && lora_row_maps(a, l, lora.rows)));
+    const Sm90Kernel kernel = pairs                                ? SM90_UP_PAIRS
+                              : columns                            ? SM90_UP_GLU_N
+                              : alternate || (smooth && !a.tokens) ? SM90_UP_SMOOTH
+                              : gated                              ? SM90_UP_GLU
+                                                                   : SM90_UP_ACT;
     const int box = kernel == SM90_UP_SMOOTH ? SM90_BOX : SM90_BOX_ACT;
     const Rows out = {a_out, l.I, l.I}, kept = {h, l.HC, l.HC};
     const int parts = pairs ? 1 : w1.parts;
     bool ok = true;
-    for (int i = 0; i < parts && !turns; i++)
+    for (int i = 0; i < parts && !alternate; i++)
         ok = ok &&
              weight_map(a.b[i], a.place_b[i], l, pairs ? w1.whole : w1.part[i], w1.rows / parts, l.H, false, box).ok;
-    ok = ok && (turns || lora_maps(a, l, lora, parts, false, columns, box));
+    ok = ok && (alternate || lora_maps(a, l, lora, parts, false, columns, box));
     ok = ok && (a.tokens ? token_maps(a.d, l, out, 1) && (!h || token_maps(a.h, l, kept, parts))
                          : rows_map2(&a.d[0], l, out, 16) && (!h || rows_map2(&a.h[0], l, kept, 16)));
     if (!ok) {

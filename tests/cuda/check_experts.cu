@@ -217,14 +217,14 @@ static void run_case(const Case &c)
     Weights w, dw;
     w.init(c, p.ref.gated, c.dtype, c.w1_t, c.w2_t);
     dw.init(c, p.ref.gated, c.gtype, c.dw1_t, c.dw2_t);
-    Factors low, dlow;
-    low.init(c, p.ref.gated, c.dtype, c.turned);
-    dlow.init(c, p.ref.gated, c.gtype, c.turned >> 1);
+    Factors lora, dlora;
+    lora.init(c, p.ref.gated, c.dtype, c.turned);
+    dlora.init(c, p.ref.gated, c.gtype, c.turned >> 1);
     const float scales[] = {0, 1, 2, 0.3f, -1.7f}, scale[2] = {scales[pick(0, 4)], scales[pick(0, 4)]}; // 0 means 1
-    for (int i : low.there) {
-        const double s = 1 / sqrt((double)low.t[i].size(2));
-        low.t[i].fill([&] { return s * normal(); });
-        low.t[i].upload();
+    for (int i : lora.there) {
+        const double s = 1 / sqrt((double)lora.t[i].size(2));
+        lora.t[i].fill([&] { return s * normal(); });
+        lora.t[i].upload();
     }
     const double s1 = 1 / sqrt((double)c.H), s2 = 1 / sqrt((double)c.I);
     for (Tensor *t : w.all) {
@@ -243,7 +243,7 @@ static void run_case(const Case &c)
     if (add_out) out.fill(normal);
     if (add_dx) dx.fill(normal);
     std::vector<Tensor *> grads = dw.all;
-    for (int i : dlow.there) grads.push_back(&dlow.t[i]);
+    for (int i : dlora.there) grads.push_back(&dlora.t[i]);
     for (Tensor *t : grads)
         if (add_dw) t->fill(normal);
     for (Tensor *t : {&x, &ids, &pr, &dout}) t->upload();
@@ -254,7 +254,7 @@ static void run_case(const Case &c)
         auto at = [&](Tensor &t) -> const fmoe_tensor * { return side ? &t.dev_t : &t.ref_t; };
         a.x = at(x), a.ids = at(ids), a.weights = at(pr);
         a.w = w.get(side, bias, true, true);
-        low.put(a.w, side, 15);
+        lora.put(a.w, side, 15);
         a.w.lora_scale1 = scale[0], a.w.lora_scale2 = scale[1];
         a.saved = side ? p.dev_saved : p.ref_saved.data();
         a.saved_bytes = side ? p.dev_saved_bytes : p.ref_saved.size();
@@ -264,7 +264,7 @@ static void run_case(const Case &c)
             a.dx = c.dx ? at(dx) : nullptr;
             a.dweights = c.dp ? at(dp) : nullptr;
             a.dw = dw.get(side, bias, c.dw1, c.dw2);
-            dlow.put(a.dw, side, c.wanted);
+            dlora.put(a.dw, side, c.wanted);
         }
         return a;
     };
@@ -315,8 +315,8 @@ static void run_case(const Case &c)
     if (c.dp) compare("dweights", dp, few * l2b, few * peakb);
     dw.compare_all(l2b, peakb, bias, c.dw1, c.dw2);
     static const char *const names[4] = {"da1", "db1", "da2", "db2"};
-    for (int i : dlow.there)
-        if (c.wanted >> i & 1) compare(names[i], dlow.t[i], 1.5 * l2b, 1.5 * peakb);
+    for (int i : dlora.there)
+        if (c.wanted >> i & 1) compare(names[i], dlora.t[i], 1.5 * l2b, 1.5 * peakb);
 
     // Inference: nothing is saved, perhaps other kernels; the second time from a CUDA graph.
     cudaStream_t stream;

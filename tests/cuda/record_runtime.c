@@ -35,11 +35,11 @@ static cudaError_t result(cudaError_t e)
     return e;
 }
 
-static cudaError_t record(const void *function, const cudaLaunchConfig_t *c, void **args)
+static cudaError_t record(const void *function, const cudaLaunchConfig_t *c, int is_plain, void **args)
 {
     const int i = find(function);
     if (i == kernel_count) return result(cudaErrorInvalidDeviceFunction);
-    record_launch l = {kernels[i].name, c->gridDim, c->blockDim, c->dynamicSmemBytes, 1, 0, args};
+    record_launch l = {kernels[i].name, c->gridDim, c->blockDim, c->dynamicSmemBytes, 1, 0, is_plain, args};
     const int empty = !l.grid.x || !l.grid.y || !l.grid.z || !l.block.x;
     if (empty || l.grid.y > 65535 || l.shared > kernels[i].shared) return result(cudaErrorInvalidValue);
     for (unsigned n = 0; n < c->numAttrs; n++) {
@@ -59,7 +59,7 @@ static cudaError_t record_plain(const void *function, dim3 grid, dim3 block, voi
     cudaLaunchConfig_t c;
     memset(&c, 0, sizeof c);
     c.gridDim = grid, c.blockDim = block, c.dynamicSmemBytes = shared;
-    return record(function, &c, args);
+    return record(function, &c, 1, args);
 }
 
 /* The address and all extents are part of a map's bits, so that two maps are equal only where they mean the same. */
@@ -151,12 +151,12 @@ cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **a
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *kernel, void **args)
 {
-    return record(kernel, c, args);
+    return record(kernel, c, 0, args);
 }
 cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t s)
 {
     const dim3 one = {1, 1, 1};
-    const record_launch l = {"memset", one, one, bytes, 1, 0, NULL};
+    const record_launch l = {"memset", one, one, bytes, 1, 0, 0, NULL};
     (void)p, (void)value, (void)s;
     record_report(&l);
     return cudaSuccess;

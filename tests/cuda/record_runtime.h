@@ -15,6 +15,7 @@ typedef struct record_launch {
     size_t shared; /* memset: bytes */
     unsigned cluster;
     int overlapped; /* may start before the launch before it has ended */
+    int plain;      /* by <<<>>> */
     void **args;    /* addresses of the kernel's parameters; memset: NULL */
 } record_launch;
 

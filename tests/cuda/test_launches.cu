@@ -91,7 +91,7 @@ static void flush(const char *pass, fmoe_status status)
         say(" block %u", r.block.x);
         if (r.shared) say(" shared %zu", r.shared);
         if (r.cluster > 1) say(" cluster %u", r.cluster);
-        text += (r.overlapped ? " overlapped" : "") + l.note + "\n";
+        text += (r.overlapped ? " overlapped" : "") + l.note + (r.plain ? " NOT BY launch()" : "") + "\n";
     }
     launches.clear();
 }

@@ -40,8 +40,9 @@ second_lane() {
     if [ -x tests/python/run.sh ]; then suite python tests/python/run.sh; fi
     if [ $released = 0 ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
     if command -v nvcc >/dev/null; then
-        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver check_cuda"; then
+        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda"; then
             suite cuda-tune "$build/cuda/tests/cuda/test_tune"
+            suite cuda-launches "$build/cuda/tests/cuda/test_launches" tests/cuda/launches.txt
             suite cuda-old-driver "$build/cuda/tests/cuda/test_driver" "$root/cuda/libfusedmoe_cuda.so" "$root/cuda/tests/cuda/old_driver/libcuda.so"
             suite cuda-old-ptxas tests/cuda/old_ptxas.sh "$build/cuda/old-ptxas"
             suite cuda-check "$build/cuda/tests/cuda/check_cuda" "$root/cuda/libfusedmoe_cuda.so" 1

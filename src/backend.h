@@ -2,7 +2,7 @@
  *
  * backend.h - what the core and a backend know of each other, and nothing else.
  *
- * The core (api.c, plan.c) checks every argument a host can check: sizes, dtypes, strides, overlap, workspace. A
+ * The core (api*.c, plan.c) checks every argument a host can check: sizes, dtypes, strides, overlap, workspace. A
  * backend may rely on that. What only the data can tell (expert ids, group sizes, map entries) is the backend's to
  * check.
  *

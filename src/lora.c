@@ -3,8 +3,11 @@
  * lora.c - experts with low-rank adapters, composed from the other operations of the backend table, for backends whose
  * own experts knows nothing of them.
  *
- *   xp = permute(x)      h = xp . W1 + l1 . B1, l1 = s1 xp . A1      a = act(h)      y = a . W2 + l2 . B2, l2 = s2 a .
- * A2 out = unpermute(y, p)
+ *   xp  = permute(x)
+ *   h   = xp . W1 + l1 . B1     where l1 = s1 xp . A1
+ *   a   = act(h)
+ *   y   = a . W2 + l2 . B2      where l2 = s2 a . A2
+ *   out = unpermute(y, p)
  *
  * "Add to what is there" is a grouped matmul's backward: dx += dy . w^T with w = B, dy = x . A, dx = h. So a factor B
  * is the weight [E, out, rank] of one plan, whose forward carries gradients back (m = dh . B) and whose backward adds

@@ -22,7 +22,9 @@
  * Rules that hold for every call
  *   - The caller owns all memory: tensors, workspace, saved state. Run calls do not allocate, print, abort,
  *     synchronise a device or change the floating point state. Plans and the CPU thread pool are the only
- *     things the library allocates.
+ *     things the library allocates. (Ascend also takes a little host memory in run calls: for each launch
+ *     that goes through fmoe_run.submit until it has run, for a T that fmoe_workspace_bytes was not asked
+ *     for lately until it is measured, and what CANN itself takes.)
  *   - A call that returns an error has written no output byte, and fmoe_last_error() (per thread) names the
  *     argument and both values. (On a device, ids are checked there: see FMOE_ERR_INDEX.)
  *   - A call needs 64 KiB of its thread's stack, and 128 KiB in bf16 on a CPU with AMX (a Debug build: 512 KiB).
@@ -30,6 +32,7 @@
  *   - Same inputs, same bits, run to run. On the CPU also for any number of threads and any batch composition:
  *     a token's result does not depend on its neighbours.
  *   - Structs begin with their size; set every unused field to zero, which means "default" or "not given".
+ *     What other versions may change, and what they may not: see "Version" below.
  *   - After fork() the child may go on using the library; the CPU pool is made anew there.
  */
 #ifndef FUSEDMOE_H
@@ -48,22 +51,40 @@ extern "C" {
 #define FMOE_API __attribute__((visibility("default")))
 #endif
 
-/* ---- Version -------------------------------------------------------------------------------------------- */
+/* ---- Version -------------------------------------------------------------------------------------------- *
+ *
+ * Semantic versions, MAJOR.MINOR.PATCH. PATCH: repairs, the same header. MINOR: new functions, fields, flags and
+ * values; programs go on working, built anew or not. MAJOR: programs may have to change. While MAJOR is 0, a new MINOR
+ * may break them too.
+ *
+ * The soname is libfusedmoe.so.MAJOR and, while MAJOR is 0, libfusedmoe.so.0.MINOR (0.1: libfusedmoe.so.0). Symbols
+ * have versions.
+ *
+ * Structs that begin with their size grow at their end only:
+ *   - size is smaller than the library's (the program has an older header): the fields that are missing count as zero.
+ *     Less than the struct ever had: FMOE_ERR_ABI.
+ *   - size is larger (a newer header): accepted where all bytes beyond the library's struct are zero, which means that
+ *     nothing new is asked for; else FMOE_ERR_ARG. More than 4096: FMOE_ERR_ABI.
+ * Structs without a size are parts of others or of arrays, and keep their size: fmoe_tensor, fmoe_device, fmoe_datatype
+ * (DLPack's), fmoe_route_rule, and fmoe_weights, which grows into its spare fields. Those came with 0.2; the structs of
+ * 0.1 that hold fmoe_weights (pack, experts, block) are known by their size and still accepted.
+ *
+ * Enums only grow, and no value changes its meaning. Values and flags that the library does not know are errors. */
 
 #define FMOE_VERSION_MAJOR 0
-#define FMOE_VERSION_MINOR 1
+#define FMOE_VERSION_MINOR 2
 #define FMOE_VERSION_PATCH 0
 #define FMOE_VERSION (FMOE_VERSION_MAJOR * 10000 + FMOE_VERSION_MINOR * 100 + FMOE_VERSION_PATCH)
 
 FMOE_API int fmoe_version(void);                /* FMOE_VERSION of the library that was loaded */
-FMOE_API const char *fmoe_version_string(void); /* "0.1.0" */
+FMOE_API const char *fmoe_version_string(void); /* "0.2.0" */
 
 /* ---- Status: the values never change -------------------------------------------------------------------- */
 
 typedef enum fmoe_status {
     FMOE_OK = 0,
     FMOE_ERR_NULL = 1,        /* a pointer that is needed is NULL */
-    FMOE_ERR_ABI = 2,         /* a struct's size is not one this library knows */
+    FMOE_ERR_ABI = 2,         /* a struct's size is not one this library knows: see Version */
     FMOE_ERR_ARG = 3,         /* a value is outside its range */
     FMOE_ERR_SHAPE = 4,       /* wrong rank, negative dimension, or two tensors disagree */
     FMOE_ERR_DTYPE = 5,       /* unsupported, or not the plan's */
@@ -391,6 +412,7 @@ typedef struct fmoe_weights {
     float lora_scale2;
     const void *packed; /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
     size_t packed_bytes;
+    const void *reserved[8]; /* of later versions: NULL */
 } fmoe_weights;
 
 /* -- Packed weights: W1 and W2 of experts or a block in the order and form in which the CPU's kernels read them, made

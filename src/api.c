@@ -6,22 +6,19 @@
 
 #include <inttypes.h>
 
-fmoe_status fmoe_call_begin(fmoe_call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, size_t args_size,
-                            size_t expected, const char *args_name, const fmoe_run *run, uint32_t known_flags)
+fmoe_status fmoe_call_begin(fmoe_call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, const fmoe_run *given,
+                            uint32_t known_flags)
 {
     static const char *const op_name[] = {"?", "route", "permute", "grouped matmul", "activation", "experts", "block"};
-    if (args_size != expected)
-        return fmoe_fail(FMOE_ERR_ABI, "%s.size is %zu, this library (%s) knows %zu", args_name, args_size,
-                         fmoe_version_string(), expected);
-    if (run->size != sizeof *run)
-        return fmoe_fail(FMOE_ERR_ABI, "fmoe_run.size is %zu, this library (%s) knows %zu", run->size,
-                         fmoe_version_string(), sizeof *run);
+    *c = (fmoe_call){.p = p, .pass = pass, .check = fmoe_checker_begin(p)};
+    const void *read;
+    FMOE_TRY(fmoe_struct_read(&fmoe_run_form, given, &c->run_copy, &read));
+    const fmoe_run *run = c->run = read;
     if (p->d.op != (int32_t)op)
         return fmoe_fail(FMOE_ERR_PLAN, "the plan is for %s, the call is for %s", op_name[p->d.op], op_name[op]);
     if (run->flags & ~known_flags)
         return fmoe_fail(FMOE_ERR_ARG, "fmoe_run.flags 0x%x has bits that do not apply to %s %s, which knows 0x%x",
                          run->flags, op_name[op], pass ? "backward" : "forward", known_flags);
-    *c = (fmoe_call){.p = p, .run = run, .pass = pass, .check = fmoe_checker_begin(p)};
     return FMOE_OK;
 }
 

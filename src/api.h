@@ -7,6 +7,7 @@
 #ifndef FMOE_API_H
 #define FMOE_API_H
 
+#include "abi.h"
 #include "plan.h"
 #include "tensor.h"
 #include "util.h"
@@ -17,14 +18,15 @@
 typedef struct fmoe_call {
     const fmoe_plan_impl *p;
     const fmoe_run *run;
+    fmoe_run run_copy; /* where the caller's struct is of another version */
     fmoe_pass pass;
     fmoe_checker check;
     fmoe_span packed[2]; /* weights given so: inputs that are no tensors */
 } fmoe_call;
 
-/* Structs, plan and flags. */
-fmoe_status fmoe_call_begin(fmoe_call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, size_t args_size,
-                            size_t expected, const char *args_name, const fmoe_run *run, uint32_t known_flags);
+/* The operation and the run's flags. */
+fmoe_status fmoe_call_begin(fmoe_call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, const fmoe_run *run,
+                            uint32_t known_flags);
 
 /* Tensors, then workspace and saved state for as many rows as the tensors gave that axis. */
 fmoe_status fmoe_call_finish(fmoe_call *c, const fmoe_arg *args, int n, fmoe_axis_id rows, void *saved,
@@ -32,15 +34,17 @@ fmoe_status fmoe_call_finish(fmoe_call *c, const fmoe_arg *args, int n, fmoe_axi
 
 /* The exported pair of an operation: acquire the plan, check, run, release. */
 #define FMOE_RUN_CALL(name, op, args_type, fwd_flags, bwd_flags)                                                       \
-    static fmoe_status name##_call(fmoe_plan plan, fmoe_pass pass, const args_type *a, const fmoe_run *run)            \
+    static fmoe_status name##_call(fmoe_plan plan, fmoe_pass pass, const args_type *given, const fmoe_run *run)        \
     {                                                                                                                  \
         fmoe_plan_impl *p;                                                                                             \
-        if (!a) return fmoe_fail(FMOE_ERR_NULL, #args_type " is NULL");                                                \
+        if (!given) return fmoe_fail(FMOE_ERR_NULL, #args_type " is NULL");                                            \
         if (!run) return fmoe_fail(FMOE_ERR_NULL, "fmoe_run is NULL");                                                 \
         FMOE_TRY(fmoe_plan_acquire(plan, &p));                                                                         \
         fmoe_call c;                                                                                                   \
-        fmoe_status status =                                                                                           \
-            fmoe_call_begin(&c, p, op, pass, a->size, sizeof *a, #args_type, run, pass ? bwd_flags : fwd_flags);       \
+        args_type copy;                                                                                                \
+        const void *a;                                                                                                 \
+        fmoe_status status = fmoe_struct_read(&args_type##_form, given, &copy, &a);                                    \
+        if (status == FMOE_OK) status = fmoe_call_begin(&c, p, op, pass, run, pass ? bwd_flags : fwd_flags);           \
         if (status == FMOE_OK) status = name##_check(&c, a);                                                           \
         if (status == FMOE_OK) status = name##_run(&c, a);                                                             \
         fmoe_plan_release(plan);                                                                                       \

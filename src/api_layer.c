@@ -11,7 +11,7 @@
 /* The arguments of a set of weights or of their gradients, by name. */
 typedef struct weight_names {
     bool shared, grad;
-    const char *w1, *b1, *w2, *b2, *gate, *up, *down, *lora_a1, *lora_b1, *lora_a2, *lora_b2, *packed;
+    const char *w1, *b1, *w2, *b2, *gate, *up, *down, *lora_a1, *lora_b1, *lora_a2, *lora_b2, *packed, *reserved;
 } weight_names;
 
 static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
@@ -19,7 +19,7 @@ static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down;
 #define WEIGHT_NAMES(shared, grad, d)                                                                                  \
     {                                                                                                                  \
         shared, grad, d "w1", d "b1", d "w2", d "b2", d "gate", d "up", d "down", d "lora_a1", d "lora_b1",            \
-            d "lora_a2", d "lora_b2", d "packed"                                                                       \
+            d "lora_a2", d "lora_b2", d "packed", d "reserved"                                                         \
     }
 
 static const weight_names experts_names = WEIGHT_NAMES(false, false, "");
@@ -77,6 +77,10 @@ static int weight_args(fmoe_arg *args, const fmoe_call *c, const fmoe_weights *w
 static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names)
 {
     const bool list = is_list(w);
+    for (size_t i = 0; i < sizeof w->reserved / sizeof *w->reserved; i++)
+        if (w->reserved[i])
+            return fmoe_fail(FMOE_ERR_ARG, "%s[%zu] is %p, must be NULL: this library (%s) knows no such field",
+                             names->reserved, i, w->reserved[i], fmoe_version_string());
     if (list && (w->w1 || w->b1 || w->w2 || w->b2))
         return fmoe_fail(FMOE_ERR_ARG, "%s and %s are both given: weights are stacked or lists, not both",
                          w->w1 || w->b1 ? names->w1 : names->w2, names->up);
@@ -216,13 +220,17 @@ fmoe_status fmoe_packed_bytes(fmoe_plan plan, size_t *bytes)
     return status;
 }
 
-static fmoe_status pack(const fmoe_plan_impl *p, const fmoe_pack_args *a, const fmoe_run *run)
+static fmoe_status pack(const fmoe_plan_impl *p, const fmoe_pack_args *given, const fmoe_run *run)
 {
     fmoe_call c;
+    fmoe_pack_args copy;
+    const void *read;
     size_t need;
     fmoe_arg args[4];
     FMOE_TRY(packed_bytes(p, &need));
-    FMOE_TRY(fmoe_call_begin(&c, p, (fmoe_op)p->d.op, FMOE_FORWARD, a->size, sizeof *a, "fmoe_pack_args", run, 0));
+    FMOE_TRY(fmoe_struct_read(&fmoe_pack_args_form, given, &copy, &read));
+    const fmoe_pack_args *a = read;
+    FMOE_TRY(fmoe_call_begin(&c, p, (fmoe_op)p->d.op, FMOE_FORWARD, run, 0));
     if (!need)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED,
                          "there is nothing to pack: this plan (%s) reads weights as they are stored", p->backend->name);
@@ -233,7 +241,7 @@ static fmoe_status pack(const fmoe_plan_impl *p, const fmoe_pack_args *a, const 
         return fmoe_fail(FMOE_ERR_WORKSPACE, "packed has %zu bytes, %zu are needed", a->packed_bytes, need);
     const fmoe_span out = {"packed", a->packed, a->packed_bytes};
     FMOE_TRY(fmoe_check_args(&c.check, args, matrix_args(args, p, &a->w, &experts_names, ARG_IN), &out, 1));
-    return p->backend->pack(experts_of(p), a, run);
+    return p->backend->pack(experts_of(p), a, c.run);
 }
 
 fmoe_status fmoe_pack_weights(fmoe_plan plan, const fmoe_pack_args *a, const fmoe_run *run)

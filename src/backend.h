@@ -3,8 +3,8 @@
  * backend.h - what the core and a backend know of each other, and nothing else.
  *
  * The core (api*.c, plan.c) checks every argument a host can check: sizes, dtypes, strides, overlap, workspace. A
- * backend may rely on that. What only the data can tell (expert ids, group sizes, map entries) is the backend's to
- * check.
+ * backend may rely on that, and gets structs of this version whatever the caller has (abi.h). What only the data can
+ * tell (expert ids, group sizes, map entries) is the backend's to check.
  *
  * A backend is one table of functions. CPU, reference and Ascend are compiled in; CUDA is a shared object that exports
  * fmoe_cuda_backend() and is loaded when a CUDA device is first asked for.
@@ -16,7 +16,7 @@
 
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 5u /* changes with any struct in this file */
+#define FMOE_BACKEND_VERSION 6u /* changes with any struct in this file or in fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 

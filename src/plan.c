@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "abi.h"
 #include "util.h"
 
 #define SLOTS 16384u /* plans alive at once; 16 bytes each */
@@ -251,11 +252,11 @@ fmoe_status fmoe_plan_create(fmoe_plan *plan, const fmoe_desc *desc)
     if (!plan) return fmoe_fail(FMOE_ERR_NULL, "plan is NULL");
     *plan = 0;
     if (!desc) return fmoe_fail(FMOE_ERR_NULL, "desc is NULL");
-    if (desc->size != sizeof *desc)
-        return fmoe_fail(FMOE_ERR_ABI, "desc.size is %zu, this library (%s) knows %zu", desc->size,
-                         fmoe_version_string(), sizeof *desc);
+    fmoe_desc copy;
+    const void *read;
+    FMOE_TRY(fmoe_struct_read(&fmoe_desc_form, desc, &copy, &read));
     fmoe_plan_impl *p = NULL;
-    FMOE_TRY(fmoe_plan_build(desc, &p));
+    FMOE_TRY(fmoe_plan_build(read, &p));
     const fmoe_status status = publish(p, plan);
     if (status != FMOE_OK) fmoe_plan_free(p);
     return status;

@@ -68,9 +68,16 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     fuzz_input in = {data, data + size};
     const fmoe_desc d = draw_desc(&in);
     fmoe_plan plan = 7;
-    const fmoe_status status = fmoe_plan_create(&plan, &d);
+    static union { /* what a larger size says is there */
+        fmoe_desc d;
+        uint8_t bytes[4096];
+    } given;
+    given.d = d;
+    given.bytes[sizeof d] = d.size % 2; /* a field of a later version that is set */
+    const fmoe_status status = fmoe_plan_create(&plan, &given.d);
     if ((status == FMOE_OK) != (plan != 0)) FUZZ_FAIL("status %d and plan 0x%" PRIx64, status, plan);
     if (status > FMOE_ERR_UNSUPPORTED) FUZZ_FAIL("status %d is not documented", status);
+    if (status == FMOE_OK && d.size > sizeof d && d.size % 2) FUZZ_FAIL("a field that is unknown was passed over");
     if (status != FMOE_OK) {
         if (!*fmoe_last_error()) FUZZ_FAIL("an error without a sentence");
         return 0;

@@ -8,6 +8,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 example=$root/examples/train_layer.c at=$work/prefix
+version=$(sed -n 's/^project(fusedmoe VERSION \([0-9]*\.[0-9]*\).*/\1/p' "$root/CMakeLists.txt")
 
 try() { # name command ...
     local name=$1
@@ -50,7 +51,7 @@ project() { # folder line ...: a project of the example and these lines, configu
 }
 
 by_find_package() {
-    project found 'find_package(fusedmoe 0.1 REQUIRED)' && cmake --build "$work/found/build" && "$work/found/build/user"
+    project found "find_package(fusedmoe $version REQUIRED)" && cmake --build "$work/found/build" && "$work/found/build/user"
 }
 
 # A module of the project's own has the name of one of ours, and it chose no build type: neither is disturbed.

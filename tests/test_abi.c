@@ -62,17 +62,6 @@ TEST(exported_symbols)
         if (strncmp(line, "fmoe_", 5)) TEST_FAIL("%s is exported", line);
 }
 
-/* The example in the README is the one that is compiled and run. */
-TEST(readme_shows_the_example)
-{
-    static char text[4096];
-    CHECK_EQ(output_of(text, sizeof text,
-                       "cd '%s' && sed -n '/^<!-- train_layer.c -->$/,/^<!-- end of train_layer.c -->$/p' README.md | "
-                       "sed '1,2d' | head -n -2 | diff - examples/train_layer.c",
-                       FMOE_SOURCE),
-             0);
-}
-
 /* Every function the header declares is there, and nothing else. */
 TEST(header_and_symbols_agree)
 {

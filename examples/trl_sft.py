@@ -25,6 +25,7 @@ model.set_experts_implementation("fusedmoe")  # by name: model_init_kwargs={"exp
 trainer = trl.SFTTrainer(
     model=model, processing_class=tokenizer, train_dataset=datasets.Dataset.from_dict({"text": TEXTS}),
     peft_config=peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"]),
-    args=trl.SFTConfig(output_dir="out", max_steps=5, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[], save_strategy="no"),
+    args=trl.SFTConfig(output_dir="out", max_steps=5, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[],
+                       save_strategy="no"),
 )  # fmt: skip
 trainer.train()

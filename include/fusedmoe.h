@@ -330,8 +330,9 @@ FMOE_API fmoe_status fmoe_permute_backward(fmoe_plan, const fmoe_permute_args *,
 
 /* -- unpermute: out[t] = sum_j p[t,j] * y[map[t*k+j]], p = 1 where weights is NULL. FMOE_OP_PERMUTE.
  *
- * Backward: dy[map[t*k+j]] = p[t,j] * dout[t] (rows nobody maps to become zero), dweights[t,j] = <dout[t],
- * y[map[t*k+j]]>. */
+ * Backward (rows of dy that nobody maps to become zero):
+ *   dy[map[t*k+j]] = p[t,j] * dout[t]
+ *   dweights[t,j]  = <dout[t], y[map[t*k+j]]> */
 typedef struct fmoe_unpermute_args {
     size_t size;
     const fmoe_tensor *y;        /* in  [R,H]; backward: needed for dweights only */
@@ -351,8 +352,8 @@ FMOE_API fmoe_status fmoe_unpermute_backward(fmoe_plan, const fmoe_unpermute_arg
  * past the total are left alone in y and become zero in dx. sizes may be NULL when E is 1. y and dy are f32 or the
  * plan's dtype.
  *
- * Backward: dx = dy . w^T, dw[g] = x_g^T . dy_g (contraction over the group's rows), dbias[g] = sum of dy_g. An empty
- * group's dw and dbias become zero (or are left alone with FMOE_ACCUMULATE).
+ * Backward (an empty group's dw and dbias become zero, or are left alone with FMOE_ACCUMULATE):
+ *   dx = dy . w^T,   dw[g] = x_g^T . dy_g (contraction over the group's rows),   dbias[g] = sum of dy_g
  *
  * List form, for groups in tensors of their own: list = 1, every tensor pointer is an array of E tensors, x[g]: [m,K],
  * w[g]: [K,N], y[g]: [m,N], bias[g]: [N]; sizes may differ from group to group; `sizes` is not used. */
@@ -391,11 +392,12 @@ FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_a
  * shape [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way
  * the weights do.
  *
- * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_scale1 lora_b1[e] . lora_a1[e] is added to W1[e] and
- * the like to W2[e], without either sum being made: h = x . W1^T + lora_scale1 (x . A1^T) . B1^T. Adapters are stacks
- * beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups). Their factors are
- * of the plan's dtype or, on the CPU, f32, and are rounded to it then. W is frozen where its gradient is NULL, and then
- * costs nothing in the backward but dx. */
+ * Low-rank adapters (LoRA), in a plan with rank1 or rank2: lora_scale1 * B1[e] . A1[e] is added to W1[e], and the like
+ * to W2[e], without either sum being made:
+ *   h = x . W1^T + lora_scale1 * (x . A1^T) . B1^T
+ * Adapters are stacks beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups).
+ * Their factors are of the plan's dtype or, on the CPU, f32, and are rounded to it then. W is frozen where its gradient
+ * is NULL, and then costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;      /* [E,2I] */
@@ -461,8 +463,8 @@ FMOE_API fmoe_status fmoe_experts_forward(fmoe_plan, const fmoe_experts_args *, 
 FMOE_API fmoe_status fmoe_experts_backward(fmoe_plan, const fmoe_experts_args *, const fmoe_run *);
 
 /* -- block: logits = x . w_router^T + b_router; route; experts; plus the shared expert. FMOE_OP_BLOCK.
- * logits, ids and weights are outputs of the forward and inputs of the backward. shared: w1 [1,2*shared_I,H], w2
- * [1,H,shared_I]. */
+ * logits, ids and weights are outputs of the forward and inputs of the backward.
+ * shared: w1 [1,2*shared_I,H], w2 [1,H,shared_I]. */
 typedef struct fmoe_block_args {
     size_t size;
     const fmoe_tensor *x;           /* in  [T,H] */

@@ -58,10 +58,10 @@ def test_a_changed_result_is_found(monkeypatch):
     assert "docs/benchmarks.md" in figures.stale() and "docs/charts/lora.svg" in figures.stale()
 
 
-VERSIONED = "gcc|clang|cmake|CUDA|torch|transformers|PEFT|TRL|CANN|Python|oneDNN|OpenBLAS|SonicMoE|quack-kernels|Liger-Kernel|Liger|Zen|v4|capability"
+VERSIONED = "gcc|clang|cmake|CUDA|torch|transformers|PEFT|TRL|CANN|Python|oneDNN|OpenBLAS|SonicMoE|quack-kernels|Liger|Liger-Kernel|Zen|v4"
 ALLOWED = [  # sizes, versions, names; a measurement is none of them
     r"\b[THIEKNRk]\s?=\s?[\d,]+( and \d+)?",
-    rf"\b({VERSIONED})( \(?from)? #?[\d.]+(\.post\d)?(( to|,| and) [\d.]+)*",
+    rf"\b({VERSIONED}|capability)( \(?from)? #?[\d.]+(\.post\d)?(( to|,| and) [\d.]+)*",
     r"\b(rank|LoRA) (of )?\d+",
     r"pull request \d+ at \w+|\b[0-9a-f]{7,8}\b|#\d+",
     r"\d+ x \d+( x \d+)?|\b6 T k H I\b|\b[24]-bit\b|\b910B\b|\b910_93\b|\b950\b",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documents: numbers are those of bench/results, links lead somewhere, names exist, examples run."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -190,3 +191,17 @@ def test_examples_run(script, tmp_path):
 def test_every_example_is_in_a_quickstart():
     pages = "\n".join(p.read_text() for p in (ROOT / "docs/quickstart").glob("*.md"))
     assert [name(e) for e in EXAMPLES if name(e) not in pages] == []
+
+
+# ---- the site ----
+
+
+def test_the_site_has_every_page_and_function():
+    spec = importlib.util.spec_from_file_location("fusedmoe_site", ROOT / "tools/site.py")
+    site = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(site)
+    made = {*site.PAGES.values(), site.C_API}
+    listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert listed == made | {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    functions = set(re.findall(r"FMOE_API [^;]*?(fmoe_\w+)\(", (ROOT / "include/fusedmoe.h").read_text()))
+    assert len(functions) > 20 and {f for f in functions if f not in site.c_api()} == set()

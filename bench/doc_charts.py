@@ -199,11 +199,52 @@ def draw_lora(plt: Any, d: Any) -> Any:
     return figure
 
 
+def forms_data() -> Any:
+    """Title, what it is for, and rows of (column n, k): the order in memory is left to right, then the next row."""
+    n, k = range(4), range(8)
+    stored = [[(i, j) for j in k] for i in n]
+    quads = [[(i, j) for i in n for j in k[at : at + 4]] for at in (0, 4)]
+    return [
+        ["stored [out, in]: k-major", ["Hugging Face's weights, in the forward:", "multiplied in place when rows are few"], stored],
+        ["panel of a k-major matrix", ["four k of a column stay together, so nothing is transposed", ""], quads],
+        [
+            "panel of an n-major matrix",
+            ["[in, out] weights, and the", "backward: neighbours of one k"],
+            [[(i, j) for i in n] for j in k],
+        ],
+    ]
+
+
+def draw_forms(plt: Any, d: Any) -> Any:
+    tints = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.3), width_ratios=(8, 16, 5), layout="constrained")
+    for axis, (title, why, rows) in zip(axes, d, strict=True):
+        for y, row in enumerate(rows):
+            for x, (n, k) in enumerate(row):
+                axis.add_patch(plt.Rectangle((x, y), 0.94, 0.9, color=tints[n], alpha=0.35 + 0.07 * k))
+                axis.text(x + 0.47, y + 0.45, f"n{n}\nk{k}", ha="center", va="center", fontsize=8, color="#111111")
+        axis.set(xlim=(0, len(rows[0])), ylim=(8, -0.1))
+        axis.set_title("\n".join([title, *why]), fontsize=10)
+        axis.set_xticks([])
+        axis.set_yticks([])
+        axis.grid(False)
+        for side in ("left", "bottom"):
+            axis.spines[side].set_visible(False)
+    axes[1].text(0, 3.3, "prepacked: such panels one after another, made once", fontsize=11, color="#111111")
+    names = [f"expert {e}, columns {c}, chunk {k}" for e, c, k in ((0, 0, 0), (0, 0, 1), (0, 64, 0), (0, 64, 1))]
+    for i, text in enumerate([*names, "..."]):
+        axes[1].add_patch(plt.Rectangle((i * 3.3, 3.9), 3.2, 1.4, color="#999999", alpha=0.3))
+        axes[1].text(i * 3.3 + 1.6, 4.6, text.replace(", ", "\n"), ha="center", va="center", fontsize=8, color="#111111")
+    axes[1].text(0, 6.3, "W1: expert by expert.  W2: by block of columns, the experts of each.", fontsize=9, color="#111111")
+    return figure
+
+
 FIGURES = {
     "overview": (overview_data, draw_overview),
     "h200-peers": (peers_data, draw_peers),
     "cpu-share": (share_data, draw_share),
     "lora": (lora_data, draw_lora),
+    "memory-forms": (forms_data, draw_forms),
 }
 
 
@@ -225,7 +266,8 @@ def draw(name: str, png: Path | None = None) -> None:
     CHARTS.mkdir(exist_ok=True)
     path = CHARTS / f"{name}.svg"
     figure.savefig(path, metadata={"Date": None, "Description": f"data {digest(name)}"})
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    text = path.read_text().replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # Verdana is as wide, and on most machines
+    path.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
     if png:
         figure.savefig(png / f"{name}.png", dpi=80)
     plt.close(figure)

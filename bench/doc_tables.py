@@ -71,7 +71,7 @@ def one(name: str, column: str, **want: Any) -> float:
 
 def number(v: float) -> str:
     """Three digits, as many as the measurements have."""
-    return f"{v:,.0f}" if v >= 100 else f"{v:.3g}" if v < 1 else f"{v:.3g}" if v >= 10 else f"{v:.2f}"
+    return f"{v:,.0f}" if v >= 100 else f"{v:.1f}" if v >= 10 else f"{v:.2f}" if v >= 1 else f"{v:.3g}"
 
 
 def span(found: Iterable[float], form: str = "{:.2f}") -> str:
@@ -133,7 +133,7 @@ def five() -> list[tuple[str, str, float, float, str, str, float]]:
             0.0,
         ),
         (
-            "16 Xeon cores with AMX",
+            "16 Xeon vCPUs with AMX",
             "layer H=2048 I=1408 E=32 k=4, T = 512, forward, bf16",
             ms,
             ms * one("xeon_peers", "times_onednn", **amx),

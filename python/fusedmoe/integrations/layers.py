@@ -6,14 +6,18 @@ library has. What stays unknown is called as the model wrote it, between two gro
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from .. import autograd, ops
+from .probes import ProbeError, isolated
 
 logger = logging.getLogger("fusedmoe")
 _said: set[str] = set()
@@ -74,29 +78,70 @@ def _candidates(gate: bool, alphas: Sequence[float], limits: Sequence[float]) ->
     return [(act, flags, alpha, limit) for flags in (0, ops.INTERLEAVED) for act, alpha, limit in found]
 
 
+class _Reads(TorchFunctionMode):
+    """Sees whether an operation is given one of these tensors."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.tensors, self.seen = {id(t) for t in tensors}, False
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.seen = self.seen or any(id(leaf) in self.tensors for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))
+
+
 def activation_by_result(fn: Callable[[Tensor], Tensor], gate: bool, width: int, module: nn.Module) -> tuple | None:
-    """(act, flags, alpha, limit) of the one activation whose value and gradient on a probe are fn's; None: no such one."""
+    """(act, flags, alpha, limit) of the one activation whose value and gradient on a probe are fn's; None: no such one.
+    ProbeError: fn could not be run on it."""
+    return isolated(partial(_by_result, fn, gate, width, module))
+
+
+@torch.enable_grad()
+def _by_result(fn: Callable[[Tensor], Tensor], gate: bool, width: int, module: nn.Module) -> tuple | None:
     values = {name: float(v) for name, v in vars(module).items() if type(v) in (int, float) and 0 < v < 1e6}
     limits = {v for name, v in values.items() if "limit" in name} or {7.0}
     alphas = {v for name, v in values.items() if "alpha" in name} or {1.702}
     g = torch.Generator().manual_seed(1)
-    columns = 2 * width if gate else width
-    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        scale = torch.tensor([0.5, 3.0, *(2.0 * v for v in limits)], dtype=torch.float32).repeat_interleave(16)[:, None]
-        h = (torch.randn(len(scale), columns, generator=g, dtype=torch.float32) * scale).requires_grad_()
-        try:
+    scale = torch.tensor([0.5, 3.0, *(2.0 * v for v in limits)]).repeat_interleave(16)[:, None]
+    h = (torch.randn(len(scale), 2 * width if gate else width, generator=g) * scale).requires_grad_()
+    known = (*module.parameters(), *module.buffers()) if isinstance(module, nn.Module) else ()
+    try:
+        with _Reads(known) as reads:
             want = fn(h)
-            (dwant,) = torch.autograd.grad(want.sum(), h)
-        except Exception:  # it wants something that a probe has not: another device, another shape
+        if not isinstance(want, Tensor) or (want.dtype, want.shape, want.requires_grad) != (torch.float32, (len(scale), width), True):
             return None
-        if want.dtype != torch.float32 or want.shape != (len(scale), width):
+        if reads.seen:  # a learned slope, say: it may have another value tomorrow, and a gradient
             return None
-        for candidate in _candidates(gate, sorted(alphas), sorted(limits)):
-            got = ops.activation(h.detach(), *candidate)
-            dgot = ops.activation_backward(h.detach(), torch.ones_like(got), *candidate)
-            if torch.allclose(got, want, 1e-5, 1e-5) and torch.allclose(dgot, dwant, 1e-4, 1e-4):
-                return candidate
+        (dwant,) = torch.autograd.grad(want.sum(), h)
+    except (RuntimeError, ValueError, IndexError, AssertionError) as problem:  # what torch and models raise for a shape or a device
+        raise ProbeError(f"its activation could not be tried out ({type(problem).__name__}: {problem})") from problem
+    for candidate in _candidates(gate, sorted(alphas), sorted(limits)):
+        got = ops.activation(h.detach(), *candidate)
+        dgot = ops.activation_backward(h.detach(), torch.ones_like(got), *candidate)
+        if torch.allclose(got, want, 1e-5, 1e-5) and torch.allclose(dgot, dwant, 1e-4, 1e-4):
+            return candidate
     return None
+
+
+_MODULES = {"silu": nn.SiLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"), "relu": nn.ReLU()}
+
+
+def _of_a_twin(cls: type[nn.Module], attributes: tuple[tuple[str, Any], ...], act: str | None, width: int) -> tuple | None:
+    """activation_by_result of the _apply_gate of a module of this class with these attributes. torch.compile, while it traces, runs what
+    is marked as a constant as it is. It is given constants alone: a module would tie the graph to itself, and every layer have its own."""
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    vars(twin).update(attributes)
+    if act is not None:
+        twin.act_fn = _MODULES[act]
+    try:
+        return activation_by_result(twin._apply_gate, True, width, twin)
+    except (ProbeError, AttributeError) as problem:  # it reads more than that
+        logger.info("%s: %s; torch.compile has it called between two grouped matmuls", cls.__name__, problem)
+        return None
+
+
+_of_a_twin._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
 
 
 # ---- experts modules with stacked weights -----------------------------------------------------------------------------
@@ -109,6 +154,18 @@ def say_quantized(module: nn.Module) -> None:
     """Log that a module keeps its own forward for what its weights are."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
     say_once(f"{type(module).__name__}: its weights are quantized or not stacked ({', '.join(kinds)}): it keeps its own forward")
+
+
+def _probed(module: nn.Module, gate: bool, width: int) -> tuple | None:
+    if not torch.compiler.is_compiling():
+        return activation_by_result(module._apply_gate if gate else module.act_fn, gate, width, module)
+    own, fn = vars(module), getattr(module, "act_fn", None)
+    act = activation_name(fn)
+    if not gate or "_apply_gate" in own or (fn is not None and act not in _MODULES):
+        return None  # composed in this graph
+    kinds = int, float, bool, str, type(None)
+    named = [(n, v) for n, v in own.items() if not n.startswith("_") and n not in ("training", "layer_idx") and type(v) in kinds]
+    return _of_a_twin(type(module), tuple((n, *autograd._fixed(v)) for n, v in named), act, width)
 
 
 def look_at(module: nn.Module) -> Layer:
@@ -136,10 +193,12 @@ def look_at(module: nn.Module) -> Layer:
     act = activation_name(getattr(module, "act_fn", None)) if default or not gate else None
     if act in (_GATED if gate else _PLAIN):
         layer = layer._replace(act=(_GATED if gate else _PLAIN)[act])
-    elif torch.compiler.is_compiling():
-        return layer  # composed this time: a probe cannot be traced
     else:
-        found = activation_by_result(module._apply_gate if gate else module.act_fn, gate, int(width), module)
+        try:
+            found = _probed(module, gate, int(width))
+        except ProbeError as problem:  # not remembered: it is tried again in the next call
+            say_once(f"{name}: {problem}; it is called between two grouped matmuls")
+            return layer
         if found:
             layer = layer._replace(act=found[0], flags=flags | found[1], alpha=found[2], limit=found[3])
         else:

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 from operator import attrgetter
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from .. import autograd, ops
 from .layers import logger
+from .probes import ProbeError, isolated
 
 TOKENS = 64
 LOGITS, WEIGHTS, IDS = range(3)
@@ -99,9 +101,13 @@ def _same_types(own: Callable, twin: nn.Module, half: nn.Module, x: Tensor, give
     return True
 
 
-@torch.enable_grad()
 def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     """The seam of a router whose rule the C library has; None: not a router, or one with a rule of its own."""
+    return isolated(partial(_find, module), module)
+
+
+@torch.enable_grad()
+def _find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     linears = [n for n, m in module._modules.items() if type(m) is nn.Linear]
     if not hasattr(module, "top_k") or "experts" in module._modules or ("weight" in module._parameters) + len(linears) != 1:
         return None
@@ -114,8 +120,10 @@ def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
         try:
             results = own(twin, x, *given)
             break
-        except (RuntimeError, ValueError):  # it wants another number of dimensions
-            continue
+        except (RuntimeError, ValueError, IndexError) as problem:  # it wants another number of dimensions
+            refused = problem
+    else:
+        raise ProbeError(f"its router could not be tried out ({type(refused).__name__}: {refused})") from refused
     results = results if isinstance(results, tuple) and all(isinstance(t, Tensor) for t in results) else ()
     order = tuple(IDS if not t.is_floating_point() else LOGITS if t.shape == (TOKENS, E) else WEIGHTS for t in results)
     if sorted(order) in ([LOGITS, WEIGHTS, IDS], [WEIGHTS, IDS]):

@@ -7,16 +7,19 @@ module's own gives on six random tokens.
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, product
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from .. import autograd, ops
 from . import layers, routers
 from .layers import Layer, say_once
+from .probes import isolated
 
 Candidate = tuple[str, Callable, dict[str, Any], dict[str, Any]]  # where, function, its options, arguments to try it with
 TOKENS = 6
@@ -197,33 +200,37 @@ def _close(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(near)
 
 
-@torch.no_grad()
 def find(module: nn.Module, fuse_routers: bool = True, twin: bool = True) -> tuple[str, Callable, dict] | None:
     """Where to put which function with which options; None: not, or not provably, ours. twin: one may be asked in its place."""
-    modes, tried, blank = [(m, m.training) for m in module.modules()], False, False
+    return isolated(partial(_find, module, fuse_routers, twin), module)
+
+
+@torch.no_grad()
+def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Callable, dict] | None:
+    modes, tried, blank, refused = [(m, m.training) for m in module.modules()], False, False, ""
     module.eval()
     try:
         names = {n for slot in ("moe", "forward") if callable(own := getattr(type(module), slot, None)) for n in _names(own)}
         if not names & {*IDS, *SIZES} and not ("experts" in module._modules and hasattr(module, "top_k")):
-            with torch.device("cpu"):  # whatever the default is
-                return routers.find(module) if fuse_routers else None
+            return routers.find(module) if fuse_routers else None
         twin = twin and not any(hasattr(m, "_hf_hook") for m in module.modules())  # accelerate may bring weights to its own forward only
-        away = twin and any(p.is_meta or hasattr(p, "ds_shape") for p in module.parameters())  # ds_shape: ZeRO-3 has it in parts
+        away = twin and any(p.is_meta or isinstance(p, FakeTensor) or hasattr(p, "ds_shape") for p in module.parameters())  # ZeRO-3's parts
         for slot, function, options, arguments in () if away else chain(_given(module), _block(module), _grouped_linear(module)):
             tried = True
             try:
                 want = getattr(type(module), slot)(module, **arguments)
-            except (RuntimeError, IndexError, ValueError):  # it wants these arguments in another shape
+            except (RuntimeError, IndexError, ValueError) as problem:  # it wants these arguments in another shape
+                refused = f"; its own forward on a probe: {type(problem).__name__}: {problem}"
                 continue
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
             blank = blank or not _close(want, want)  # zeros or NaN: FSDP's processes but the first have no weights yet
         if away or (blank and twin):
-            return find(routers.random_twin(module), twin=False)
+            return _find(routers.random_twin(module), True, False)
         if tried:
-            say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is")
+            say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is{refused}")
     except Exception as problem:
-        say_once(f"{type(module).__name__} is left as it is: {problem}")
+        say_once(f"{type(module).__name__} is left as it is: {type(problem).__name__}: {problem}")
     finally:
         for m, training in modes:
             m.training = training

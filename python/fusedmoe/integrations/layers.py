@@ -261,7 +261,10 @@ def _composed(module: nn.Module, layer: Layer, x: Tensor, ids: Tensor, p: Tensor
 
     def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y = autograd.GmmFunction.apply(rows, weight, counts)
-        return y if bias is None else y + bias[expert].to(dtype)
+        if bias is None:
+            return y
+        wide = torch.promote_types(bias.dtype, torch.float32)  # indexing sums the gradient in the dtype of what is indexed
+        return y + bias.to(wide)[expert].to(dtype)
 
     h = linear(rows, up, b1)
     y = linear(module._apply_gate(h) if layer.gate else module.act_fn(h), down, b2)

@@ -6,6 +6,7 @@ import sys as _sys
 from . import _core, autograd, ops
 from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, grouped_matmul, permute, route, unpermute
 from .enums import Activation, Flag, Score
+from .integrations.report import report
 from .integrations.transformers import apply, unapply
 from .integrations.transformers import register as _register
 from .ops import describe, set_max_isa
@@ -18,5 +19,5 @@ if "transformers.integrations.moe" in _sys.modules:
 
 __all__ = [
     "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "Score", "activation", "apply", "autograd", "block", "cpu_isa", "describe",
-    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "route", "set_max_isa", "unapply", "unpermute",
+    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "report", "route", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

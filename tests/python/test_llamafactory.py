@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LLaMA-Factory's own functions reach our kernels. Needs llamafactory 0.9.4 or 0.9.5 (see run_versions.sh)."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -63,6 +64,22 @@ def test_kernel_config_and_use_v1_kernels(kernels, family):
     assert interface.apply_default_kernels(model=model, include_kernels=kernels) is model
     assert any("_fmoe_layer" in vars(m) or "forward" in vars(m) for m in model.modules())
     assert worst(step(model, IDS), want) <= 1e-5
+
+
+@pytest.mark.parametrize("kernels", ["auto", "fused_moe"])
+def test_its_log_has_one_line(kernels):
+    """At the level that it shows by default, for each model."""
+    seen = []
+    handler, logger = logging.Handler(), logging.getLogger("llamafactory.v1")
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            interface.apply_default_kernels(model=tiny("Qwen3Moe"), include_kernels=kernels)
+    finally:
+        logger.removeHandler(handler)
+    assert [text for text in seen if "MoE" in text] == ["fusedmoe: 2 MoE layers fused (SwiGLU, f32, cpu)"] * 2
+    assert logger.isEnabledFor(logging.INFO)
 
 
 def test_nothing_happens_unasked():

@@ -330,6 +330,7 @@ def test_the_first_call_of_a_layer(context, directory, name, path, monkeypatch):
         assert rel(got[0], want[0]) < 2e-6 and (len(got) == 1 or max(table.distance(got, want)) < 2e-6)
     seen |= {way for op, way in WAYS.items() if f"fusedmoe.{op}.default" in graphs}
     assert path == "any" or seen == {path} - {"left alone"}
+    assert {row.path for row in fusedmoe.report(module)} == (seen or {"own"})
     assert context == "compile" or all(seen == {"composed" if m._fmoe_layer.norm or m._fmoe_layer.act is None else "fused"} for m in named)
 
 
@@ -363,7 +364,7 @@ def test_checkpointed_training_of_gpt_oss(dtype, reentrant, trained, tmp_path, m
     set_implementation(exact, "eager")  # grouped_mm takes no double
     seen = spied(monkeypatch)
     got = step(ours.train(), IDS)
-    assert seen == {"fused"} and "activation" not in caplog.text
+    assert seen == {"fused"} and {row.path for row in fusedmoe.report(ours)} == {"fused"} and "not one of" not in caplog.text
     want, exact = step(own.train(), IDS), step(exact.double().train(), IDS)
     assert worst(got, exact) <= (1e-5 if dtype == torch.float32 else 1.5 * worst(want, exact))
 
@@ -440,7 +441,7 @@ def test_a_router_that_cannot_be_tried_is_left_as_it_is(caplog):
             raise ValueError("not these tokens")
 
     assert seams.find(Picky()) is None
-    assert "Picky is left as it is" in caplog.text and "ValueError: not these tokens" in caplog.text
+    assert "Picky: ProbeError" in caplog.text and "ValueError: not these tokens" in caplog.text and "left as it is" in caplog.text
 
 
 def test_probes_of_many_threads_leave_the_default_dtype():

@@ -17,17 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import autograd, ops
+from .log import _said, logger, say_once  # noqa: F401
 from .probes import ProbeError, isolated
-
-logger = logging.getLogger("fusedmoe")
-_said: set[str] = set()
-
-
-def say_once(text: str, level: int = logging.WARNING) -> None:
-    """One log line, once a process; nothing inside torch.compile."""
-    if not torch.compiler.is_compiling() and text not in _said:
-        _said.add(text)
-        logger.log(level, text)
 
 
 class Layer(NamedTuple):
@@ -42,8 +33,13 @@ class Layer(NamedTuple):
     norm: bool = False
     identity: bool = False  # experts from E on hand back what they read (LongCat-Flash)
     own: bool = False
-    attributes: int = 0  # how many the module had when it was looked at
+    attributes: int = 0  # how many the module had when it was looked at; 0: this is not remembered
     watched: tuple[tuple[str, Any], ...] = ()  # what the activation was read from
+    why: str = ""
+
+    @property
+    def path(self) -> str:
+        return "own" if self.own else "composed" if self.norm or self.act is None else "fused"
 
 
 # ---- activations ----------------------------------------------------------------------------------------------------
@@ -150,10 +146,28 @@ _FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_
 _READ = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
 
 
-def say_quantized(module: nn.Module) -> None:
-    """Log that a module keeps its own forward for what its weights are."""
+def quantized(module: nn.Module) -> str:
+    """Why a module keeps its own forward for what its weights are."""
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
-    say_once(f"{type(module).__name__}: its weights are quantized or not stacked ({', '.join(kinds)}): it keeps its own forward")
+    return f"its weights are quantized or not stacked ({', '.join(kinds)})"
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    names = "gate_up_proj" if vars(module).get("has_gate", True) else "up_proj", "down_proj"
+    return [w for w in (getattr(module, name, None) for name in names) if w is not None]
+
+
+def _shape(w: Tensor) -> Sequence[int]:
+    return getattr(w, "ds_shape", w.shape)  # ZeRO-3 has it in parts
+
+
+def misfit(module: nn.Module) -> str:
+    """Why a transformers v5 experts module keeps its own forward; "" where it need not."""
+    unknown = sorted(n for n in vars(module) if n.startswith(("has_", "is_")) and n not in _FLAGS)
+    if unknown:
+        return f"it has the flag {', '.join(unknown)}, which fusedmoe does not know"
+    w = _weights(module)
+    return "" if [len(_shape(t)) for t in w] == [3, 3] and w[0].dtype in ops.DTYPES else quantized(module)
 
 
 def _probed(module: nn.Module, gate: bool, width: int) -> tuple | None:
@@ -170,39 +184,33 @@ def _probed(module: nn.Module, gate: bool, width: int) -> tuple | None:
 
 def look_at(module: nn.Module) -> Layer:
     """The Layer of a transformers v5 experts module, remembered on it."""
-    own = vars(module)
-    unknown = sorted(n for n in own if n.startswith(("has_", "is_")) and n not in _FLAGS)
-    name = type(module).__name__
-    if unknown:
-        say_once(f"{name} has the flag {', '.join(unknown)}, which fusedmoe does not know: it keeps its own forward")
-        return Layer(own=True)
+    own, name, why = vars(module), type(module).__name__, misfit(module)
+    if why:
+        say_once(f"{name}: {why}: it keeps its own forward")
+        return Layer(own=True, why=why)
     gate = own.get("has_gate", True)
-    up, down = getattr(module, "gate_up_proj" if gate else "up_proj", None), getattr(module, "down_proj", None)
-    shapes = [getattr(w, "ds_shape", w.shape) for w in (up, down) if w is not None]  # ds_shape: ZeRO-3 has it in parts
-    if [len(shape) for shape in shapes] != [3, 3] or up.dtype not in ops.DTYPES:
-        say_quantized(module)
-        return Layer(own=True)
     bias, norm = own.get("has_bias", False), own.get("has_post_expert_norm", False)
     flags = ops.SKIP_E | (ops.TRANSPOSED if own.get("is_transposed", False) else 0) | (ops.BIAS if bias else 0)
     if name == "GptOssExperts":  # (up + 1) * glu does not vanish with small weights: transformers' tests see where it rounds
         flags |= ops.ROUND_STEPS
     watched = tuple((n, getattr(module, n)) for n in _READ if hasattr(module, n))
     layer = Layer(None, flags, 0.0, 0.0, gate, bias, norm, attributes=len(own) + ("_fmoe_layer" not in own), watched=watched)
-    width = shapes[1][1 if flags & ops.TRANSPOSED else 2]
+    width = _shape(_weights(module)[1])[1 if flags & ops.TRANSPOSED else 2]
     default = getattr(getattr(type(module), "_apply_gate", None), "__name__", None) == "_default_apply_gate"
     act = activation_name(getattr(module, "act_fn", None)) if default or not gate else None
     if act in (_GATED if gate else _PLAIN):
-        layer = layer._replace(act=(_GATED if gate else _PLAIN)[act])
+        layer = layer._replace(act=(_GATED if gate else _PLAIN)[act], why="its activation is known by its type")
     else:
         try:
             found = _probed(module, gate, int(width))
-        except ProbeError as problem:  # not remembered: it is tried again in the next call
+        except ProbeError as problem:  # it is tried again in the next call
             say_once(f"{name}: {problem}; it is called between two grouped matmuls")
-            return layer
+            return layer._replace(attributes=0, why=str(problem))
+        layer = layer._replace(why=f"its activation is {'known by its result' if found else 'not one of ours'}")
         if found:
             layer = layer._replace(act=found[0], flags=flags | found[1], alpha=found[2], limit=found[3])
-        else:
-            say_once(f"{name}: its activation is not one of fusedmoe's; it is called between two grouped matmuls", logging.INFO)
+    if norm:
+        layer = layer._replace(why="it has a norm after each expert")
     if not torch.compiler.is_compiling():
         module._fmoe_layer = layer
     return layer
@@ -213,13 +221,44 @@ def is_v5_experts(module: nn.Module) -> bool:
     return hasattr(type(module).forward, "__wrapped__") and hasattr(module, "_apply_gate") and hasattr(module, "config")
 
 
-def layer_of(module: nn.Module) -> Layer:
-    """The remembered Layer, looked at again when the module has changed."""
+def known(module: nn.Module) -> Layer | None:
+    """The remembered Layer, unless the module has changed."""
     layer = vars(module).get("_fmoe_layer")
-    if layer is not None and torch.compiler.is_compiling():
+    if layer is None or torch.compiler.is_compiling():
         return layer
-    same = layer is not None and len(vars(module)) == layer.attributes and all([getattr(module, n) is v for n, v in layer.watched])
-    return layer if same else look_at(module)
+    same = len(vars(module)) == layer.attributes and all([getattr(module, n) is v for n, v in layer.watched])
+    return layer if same else None
+
+
+def by_name(layer: Layer) -> Layer:
+    """The Layer of a module whose implementation is fusedmoe_composed."""
+    return layer if layer.own else layer._replace(act=None, why="its experts_implementation asks for it")
+
+
+def layer_of(module: nn.Module, composed: bool = False) -> Layer:
+    """The Layer to run, looked at where it is not known. composed: the model's own activation, whatever it is."""
+    layer = known(module)
+    if layer is not None and not composed:
+        return layer
+    new, layer = layer is None, layer or look_at(module)
+    layer = by_name(layer) if composed else layer
+    if new and layer.attributes:  # the others have been said
+        words = ", ".join(traits(layer.act, _weights(module)[0]))
+        say_once(f"{type(module).__name__}: {layer.path} ({words}): {layer.why}", logging.INFO)
+    return layer
+
+
+_ACTS = {
+    ops.SWIGLU: "SwiGLU", ops.GEGLU: "GeGLU", ops.GEGLU_TANH: "GeGLU-tanh", ops.REGLU: "ReGLU", ops.SWIGLU_CLAMP: "SwiGLU-clamp",
+    ops.SWIGLU_OAI: "SwiGLU-OAI", ops.SWIGLU_CLAMP_OUT: "SwiGLU-clamp-out", ops.SILU: "SiLU", ops.GELU: "GELU",
+    ops.GELU_TANH: "GELU-tanh", ops.RELU: "ReLU", ops.RELU2: "ReLU2", None: "own activation",
+}  # fmt: skip
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
+
+
+def traits(act: int | None, w: Tensor) -> tuple[str, str, str]:
+    """An activation, and the dtype and the device of a weight, in words."""
+    return _ACTS[act], _DTYPES[w.dtype] if w.dtype in _DTYPES else str(w.dtype).removeprefix("torch."), w.device.type
 
 
 def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),

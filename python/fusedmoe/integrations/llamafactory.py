@@ -6,11 +6,15 @@ entries of npu_fused_moe and cuda_fused_moe become ours, and fused_moe and cpu_f
 """
 
 import importlib
+import logging
 from contextlib import suppress
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from .. import kernels
 from ..kernels.base import current_accelerator
+from ..kernels.ops.mlp.fused_moe import MoEKernel
+from .report import report
 
 _PACKAGE = "llamafactory.v1.plugins.model_plugins.kernels"
 
@@ -22,6 +26,17 @@ class _Kernels(dict):
         return [name for name in dict.keys(self) if self[name].check_deps()]
 
 
+_said: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def _tell(model: Any) -> None:
+    """One line in LLaMA-Factory's log, which shows INFO by default; "auto" applies more than one of our kernels."""
+    logger, text = logging.getLogger(f"{_PACKAGE}.fusedmoe"), f"fusedmoe: {report(model).summary}"
+    if _said.get(model) != text:
+        _said[model] = text
+        getattr(logger, "info_rank0", logger.info)(text)  # a method that LLaMA-Factory gives to every logger
+
+
 def register() -> bool:
     """Put our kernels into the installed LLaMA-Factory; False without one that has kernels."""
     try:
@@ -29,6 +44,7 @@ def register() -> bool:
     except ImportError:
         return False
     ours = kernels.scan_all_kernels()
+    MoEKernel.listeners["llamafactory"] = _tell
     if hasattr(interface, "default_kernels"):
         registry = importlib.import_module(f"{_PACKAGE}.registry").Registry
         registry._kernels = interface.default_kernels = _Kernels({**registry._kernels, **ours})

@@ -43,26 +43,53 @@ def _factors(lora: nn.Module, name: str, transposed: bool) -> Factors:
 
 def _layer(base: nn.Module) -> layers.Layer | None:
     """The Layer of an experts module that runs on fusedmoe and can take adapters."""
-    layer, moe, bound = None, sys.modules.get("transformers.integrations.moe"), vars(base).get("forward")
+    layer, bound = None, vars(base).get("forward")
     if isinstance(bound, seams.Bound):
         layer = bound.options.get("layer")
     elif hasattr(base, "_apply_gate") and hasattr(base, "config"):
-        ours = moe.ALL_EXPERTS_FUNCTIONS.get(base.config._experts_implementation) is transformers.experts_forward
-        layer = layers.layer_of(base) if ours else None
+        layer = layers.layer_of(base) if transformers.chosen(base) == transformers.NAME else None
     return layer if layer and not layer.own and not layer.norm and layer.act is not None else None
 
 
-def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """ParamWrapper.forward; wrappers are nested, one a parameter."""
-    wrappers, base = {}, self
-    while isinstance(base, type(self)):
+def _unwrap(wrapper: nn.Module) -> tuple[dict[str, tuple[nn.Module, str | None]], nn.Module]:
+    """The wrappers of a module's parameters, which are nested, with what each applies now; and the module."""
+    wrappers, base = {}, wrapper
+    while isinstance(base, type(wrapper)):
         wrappers[base.parameter_name] = base, _active(base)
         base = base.base_layer
+    return wrappers, base
+
+
+def _plain(wrappers: dict[str, tuple[nn.Module, str | None]], names: tuple[str, str]) -> bool:
+    """Whether the kernels can compute all of them."""
+    return all(name is not None and lora.num_experts > 1 for lora, name in wrappers.values()) and wrappers.keys() <= {*names}
+
+
+def _names(layer: layers.Layer) -> tuple[str, str]:
+    return "gate_up_proj" if layer.gate else "up_proj", "down_proj"
+
+
+OURS, PEFTS = "; LoRA in the kernels", "; PEFT computes the adapters"
+
+
+def adapters(model: nn.Module) -> dict[nn.Module, str]:
+    """Who computes the adapters of stacked experts, in words."""
+    kind, found = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None), {}
+    for wrapper in (m for m in model.modules() if kind is not None and isinstance(m, kind)):
+        wrappers, base = _unwrap(wrapper)
+        layer = _layer(base)  # the outermost wrapper comes first, and has all of them
+        found.setdefault(base, OURS if layer and _plain(wrappers, _names(layer)) else PEFTS)
+    return found
+
+
+def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """ParamWrapper.forward."""
+    wrappers, base = _unwrap(self)
     layer = _layer(base)
     if layer is None or "adapter_names" in kwargs:  # one for each sample, which PEFT refuses
         return self._fmoe_forward(x, *args, **kwargs)
-    names = "gate_up_proj" if layer.gate else "up_proj", "down_proj"
-    if any(name is None for _, name in wrappers.values()) or not wrappers.keys() <= {*names} or self.num_experts == 1:
+    names = _names(layer)
+    if not _plain(wrappers, names):
         layers.say_once(f"{type(base).__name__}: several adapters, or not plain LoRA: PEFT computes them")
         return self._fmoe_forward(x, *args, **kwargs)
     found = [wrappers.get(name, (None, "")) for name in names]

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain, product
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,17 @@ class Bound:
         return self.__func__(self.__self__, *args, **kwargs, **self.options)
 
 
+UNREAD = "its experts are quantized, offloaded, or have a bias, a hook or an adapter that fusedmoe does not compute"
+left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # modules that keep their own forward, and why
+
+
 def _refuse(module: nn.Module) -> None:
-    say_once(f"{type(module).__name__}: its experts are quantized, offloaded, or have a bias, a hook or an adapter that fusedmoe does not "
-             "compute: it keeps its own forward")  # fmt: skip
+    say_once(f"{type(module).__name__}: {UNREAD}: it keeps its own forward")
+
+
+def _leave(module: nn.Module, why: str, what: str = "it keeps its own forward") -> None:
+    left[module] = why
+    say_once(f"{type(module).__name__}: {why}: {what}")
 
 
 def _random(like: Tensor, *shape: int) -> Tensor:
@@ -85,13 +94,13 @@ def _given(module: nn.Module) -> Iterator[Candidate]:
         return
     if "gate_up_proj" in module._parameters:
         if module.gate_up_proj.dtype not in ops.DTYPES:
-            return layers.say_quantized(module)
+            return _leave(module, layers.quantized(module))
         E, H, found = _stacked(module)
     else:
         read, owner = (layers.list_weights, module.experts[0]) if "experts" in module._modules else (_flat_weights, module.mlp)
         w, act = read(module), layers.gated_activation(owner)
         if w is None or act is None:
-            return _refuse(module)
+            return _leave(module, UNREAD)
         E, H = len(w[0]) // 3, w[0][0].shape[1]
         found = [Layer(act, ops.LIST | ops.SKIP_E, identity=read is layers.list_weights and len(module.experts) > E)]
     total = E + 2 * found[0].identity
@@ -162,7 +171,7 @@ def _block(module: nn.Module) -> Iterator[Candidate]:
     if layers.list_names(experts):
         w, act = layers.list_weights(module), layers.gated_activation(experts[0])
         if w is None or act is None:
-            return _refuse(module)
+            return _leave(module, UNREAD)
         biases = [n for n in routers.per_expert(module, len(experts)) if not n.startswith((gate, "experts."))]
         rules = dict(score=ops.TOPK_SOFTMAX), dict(score=ops.SOFTMAX), dict(score=ops.SOFTMAX, renormalize=True)
         for rule, pair, bias in product(rules, (True, False), ("", *biases)):
@@ -181,15 +190,31 @@ def grouped_linear_forward(self: nn.Module, *args: Any, transposed: bool, **kwar
     return autograd.GmmFunction.apply(inputs, self.weight.transpose(1, 2) if transposed else self.weight, sizes)
 
 
+def is_grouped_linear(module: nn.Module) -> bool:
+    """Whether it is one grouped matmul."""
+    return list(module._parameters) == ["weight"] and _names(type(module).forward)[1:] in ([n] for n in SIZES)
+
+
 def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
     names = _names(type(module).forward)
-    if list(module._parameters) != ["weight"] or module.weight.dim() != 3 or names[1:] not in ([n] for n in SIZES):
+    if not is_grouped_linear(module) or module.weight.dim() != 3:
         return
     sizes = [TOKENS, *[0] * (len(module.weight) - 2), 2]
     for transposed in (True, False):
         x = _random(module.weight, sum(sizes), module.weight.shape[2 if transposed else 1])
         arguments = {names[0]: x, names[1]: sizes if names[1] == "expert_size" else torch.tensor(sizes)}
         yield "forward", grouped_linear_forward, dict(transposed=transposed), arguments
+
+
+def _told(module: nn.Module) -> bool:
+    """Whether it is told which experts, or how many rows each of them has."""
+    own = (getattr(type(module), slot, None) for slot in ("moe", "forward"))
+    return any(name in (*IDS, *SIZES) for function in own if callable(function) for name in _names(function))
+
+
+def is_moe(module: nn.Module) -> bool:
+    """Whether it looks like a MoE layer, or a part of one, from outside."""
+    return "experts" in module._modules or _told(module) or type(module).__name__.endswith(("MoE", "Moe"))
 
 
 # ---- finding and putting ------------------------------------------------------------------------------------------------------
@@ -210,8 +235,7 @@ def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Calla
     modes, tried, blank, refused = [(m, m.training) for m in module.modules()], False, False, ""
     module.eval()
     try:
-        names = {n for slot in ("moe", "forward") if callable(own := getattr(type(module), slot, None)) for n in _names(own)}
-        if not names & {*IDS, *SIZES} and not ("experts" in module._modules and hasattr(module, "top_k")):
+        if not _told(module) and not ("experts" in module._modules and hasattr(module, "top_k")):
             return routers.find(module) if fuse_routers else None
         twin = twin and not any(hasattr(m, "_hf_hook") for m in module.modules())  # accelerate may bring weights to its own forward only
         away = twin and any(p.is_meta or isinstance(p, FakeTensor) or hasattr(p, "ds_shape") for p in module.parameters())  # ZeRO-3's parts
@@ -220,46 +244,57 @@ def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Calla
             try:
                 want = getattr(type(module), slot)(module, **arguments)
             except (RuntimeError, IndexError, ValueError) as problem:  # it wants these arguments in another shape
-                refused = f"; its own forward on a probe: {type(problem).__name__}: {problem}"
+                refused = f" (its own forward on a probe: {type(problem).__name__}: {problem})"
                 continue
             if _close(function(module, *arguments.values(), **options), want):
                 return slot, function, options
             blank = blank or not _close(want, want)  # zeros or NaN: FSDP's processes but the first have no weights yet
         if away or (blank and twin):
-            return _find(routers.random_twin(module), True, False)
+            asked = routers.random_twin(module)
+            found = _find(asked, True, False)
+            if asked in left:
+                left[module] = left.pop(asked)
+            return found
         if tried:
-            say_once(f"{type(module).__name__} computes something that fusedmoe does not know: it is left as it is{refused}")
+            _leave(module, f"it computes something that fusedmoe does not know{refused}", "it is left as it is")
     except Exception as problem:
-        say_once(f"{type(module).__name__} is left as it is: {type(problem).__name__}: {problem}")
+        _leave(module, f"{type(problem).__name__}: {problem}", "it is left as it is")
     finally:
         for m, training in modes:
             m.training = training
     return None
 
 
-def patch(model: nn.Module, fuse_routers: bool) -> int:
-    """Put seams into model. Returns how many of its MoE layers run on fusedmoe by them."""
-    count, found = 0.0, {}
+def patch(model: nn.Module, fuse_routers: bool) -> bool:
+    """Put seams into model. Whether it has any now, besides those of routers."""
+    found: dict[tuple, tuple] = {}
     for module in list(model.modules()):
-        bound = next((v for v in vars(module).values() if isinstance(v, Bound)), None)
-        if bound is None and not layers.is_v5_experts(module):
-            own = {n: v for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training")}
-            if (key := (type(module), *own.items())) not in found:
-                found[key] = find(module, fuse_routers)
-            bound = found[key] and _put(module, *found[key])
-        if bound is not None:  # two grouped matmuls make a layer
-            count += {routers.forward: 0, grouped_linear_forward: 0.5}.get(bound.__func__, 1)
-    return int(count)
+        if layers.is_v5_experts(module) or any(isinstance(v, Bound) for v in vars(module).values()):
+            continue
+        own = {n: v for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training")}
+        if (key := (type(module), *own.items())) not in found:
+            found[key] = module, find(module, fuse_routers)
+        first, seam = found[key]
+        if seam:
+            _put(module, *seam)
+        elif is_moe(module):
+            left[module] = left.get(first, "its structure is not one that fusedmoe knows")
+    return any(seam_of(module) for module in model.modules())
 
 
-def _put(module: nn.Module, slot: str, function: Callable, options: dict) -> Bound | None:
+def seam_of(module: nn.Module) -> Bound | None:
+    """The function of ours that a module has in the place of its forward; a router's is none of a MoE layer."""
+    return next((v for v in vars(module).values() if isinstance(v, Bound) and v.__func__ is not routers.forward), None)
+
+
+def _put(module: nn.Module, slot: str, function: Callable, options: dict) -> None:
     if slot == "forward" and "_old_forward" in vars(module):
         slot = "_old_forward"  # accelerate's hook is in forward, and calls this
     previous = vars(module).get(slot)
     if slot == "forward" and previous is not None and getattr(previous, "__func__", None) is not type(module).forward:
-        return say_once(f"{type(module).__name__} has a forward on the instance (tensor parallelism, a hook): fusedmoe leaves it alone")
+        return _leave(module, "it has a forward on the instance (tensor parallelism, a hook)", "fusedmoe leaves it alone")
     setattr(module, slot, Bound(function, module, previous, **options))
-    return vars(module)[slot]
+    left.pop(module, None)
 
 
 def unpatch(model: nn.Module) -> None:

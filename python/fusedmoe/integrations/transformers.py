@@ -16,20 +16,28 @@ from torch import Tensor, nn
 
 from . import layers, seams
 
-logger = logging.getLogger("fusedmoe")
 NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = (),
                     composed: bool = False) -> Tensor:  # fmt: skip
     """The forward that transformers calls for every experts module whose implementation is "fusedmoe" or "fusedmoe_composed"."""
-    layer = layers.layer_of(self)
-    layer = layer._replace(act=None) if composed else layer
+    layer = layers.layer_of(self, composed)
     if not layer.own:
         return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
     if not hasattr(type(self).forward, "__wrapped__"):
         raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
     return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+
+
+_composed_forward = partial(experts_forward, composed=True)
+
+
+def chosen(module: nn.Module) -> str | None:
+    """Which implementation of ours an experts module of v5 is to call; None: another's, or its own forward."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    function = moe and moe.ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation)
+    return NAME if function is experts_forward else COMPOSED if function is _composed_forward else None
 
 
 def register(replace_default: bool = False) -> bool:
@@ -48,7 +56,7 @@ def register(replace_default: bool = False) -> bool:
         return False
     for name in (NAME, *(("grouped_mm", "batched_mm") if replace_default else ())):
         ExpertsInterface.register(name, experts_forward)
-    ExpertsInterface.register(COMPOSED, partial(experts_forward, composed=True))
+    ExpertsInterface.register(COMPOSED, _composed_forward)
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
     if hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)
@@ -77,6 +85,8 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
 
     routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
     """
+    from .report import report  # which imports this module
+
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module: load it first")
     register()
@@ -87,16 +97,17 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
         if config._experts_implementation != NAME:
             vars(model).setdefault("_fmoe_previous", []).append((config, config._experts_implementation))
             config._experts_implementation = NAME
-    count = len(ours) + seams.patch(model, routers)
+    patched, found = seams.patch(model, routers), report(model)
     config = getattr(model, "config", None)
     name = (getattr(config, "architectures", None) or [type(model).__name__])[0]
     quantized = " (it is quantized)" if getattr(config, "quantization_config", None) else ""
-    if count:
-        logger.info("%s%s: %d MoE layers run on fusedmoe", name, quantized, count)
+    if ours or patched:
+        layers.say_once(f"{name}{quantized}: {found.summary}", logging.INFO)
     else:
         seams.unpatch(model)
-        kind = getattr(config, "model_type", "?")
-        logger.warning("%s%s (%s): no MoE layer that fusedmoe knows; the model is unchanged", name, quantized, kind)
+        kind, rows = getattr(config, "model_type", "?"), f": {found.summary}" if len(found) else ""
+        layers.logger.warning("%s%s (%s): no MoE layer that fusedmoe knows; the model is unchanged%s", name, quantized, kind, rows)
+    layers.logger.debug("%s\n%s", name, found)
     return model
 
 
@@ -105,4 +116,6 @@ def unapply(model: nn.Module) -> nn.Module:
     for config, implementation in vars(model).pop("_fmoe_previous", ()):
         config._experts_implementation = implementation
     seams.unpatch(model)
+    for module in model.modules():
+        seams.left.pop(module, None)
     return model

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fused_moe, cpu_fused_moe, cuda_fused_moe: MoE layers of a Hugging Face model on fusedmoe, for the device the model is on."""
 
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -20,10 +21,15 @@ def device_type(model: Any) -> str:
 class MoEKernel(BaseKernel):
     """Puts fusedmoe under the MoE layers of a Hugging Face model."""
 
+    listeners: dict[str, Callable[[Any], None]] = {}  # called with each model a kernel was applied to
+
     @classmethod
     def apply(cls, **kwargs: Any) -> Any:
         """Apply to ``model=`` and return it; ValueError without one, RuntimeError where something is missing."""
-        return hf.apply(cls._checked_model(kwargs))
+        model = hf.apply(cls._checked_model(kwargs))
+        for listener in cls.listeners.values():
+            listener(model)
+        return model
 
     @classmethod
     def missing(cls, model: Any = None) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 
 import fusedmoe
@@ -20,6 +21,7 @@ from fusedmoe.integrations import log
 HERE = Path(__file__).parent
 IDS = torch.randint(3, 60, (2, 11), generator=torch.Generator().manual_seed(2))
 ALL = [f for f in (*FAMILIES, "Qwen3VLMoe") if hasattr(transformers, f + "Config")]
+COMPILES = V5 and Version(torch.__version__) >= Version("2.7")  # before, torch cannot trace transformers' models
 WAYS = {"fused": ("experts", "experts_forward"), "composed": ("grouped_matmul",)}
 
 
@@ -206,7 +208,7 @@ def test_apply_says_it_once(how, caplog):
 
 
 @pytest.mark.skipif(not V5, reason="v5")
-@pytest.mark.parametrize("how", ["eager", "compile"])
+@pytest.mark.parametrize("how", ["eager", *(["compile"] if COMPILES else [])])
 @pytest.mark.parametrize("name", ["fusedmoe", "fusedmoe_composed"])
 @pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
 def test_the_first_forward_says_it_once(family, name, how, caplog):
@@ -223,7 +225,7 @@ def test_the_first_forward_says_it_once(family, name, how, caplog):
     assert lines(caplog) == [fused if name == "fusedmoe" else composed]
 
 
-@pytest.mark.skipif(not V5, reason="v5")
+@pytest.mark.skipif(not COMPILES, reason="v5, torch 2.7")
 def test_a_layer_left_alone_is_said_while_it_is_traced(caplog):
     torch._dynamo.reset()
     model = named(tiny("Qwen3Moe"))

@@ -50,6 +50,7 @@ NOTES = {
     "gemma4": "the router's logits are probabilities",
     "gpt_oss": "4.57: the router gives scores over all experts",
     "inkling": "normalised together with the shared experts",
+    "inkling2": "gate and up are softcapped: the model's own activation between the products",
     "jetmoe": "grouped matmuls under `JetMoeParallelExperts`, of the attention experts too; the router sorts by itself",
     "kolibri1": "the bias is added to the logits",
     "llama4": "the score scales the experts' input",
@@ -102,8 +103,11 @@ def _configs(directory: str):
 
 def _shrink(config):
     for name, value in SIZES.items():
-        if hasattr(config, name) or name == "shared_expert_intermediate_size":
+        try:
             old = getattr(config, name, None)
+        except Exception:  # it varies from layer to layer (dots3), and is not read without one
+            continue
+        if hasattr(config, name) or name == "shared_expert_intermediate_size":
             setattr(config, name, [value] * len(old) if isinstance(old, list) else value)
     if hasattr(config, "ffn_config"):
         _shrink(config.ffn_config)
@@ -224,7 +228,7 @@ def _router_alone(directory: str) -> str:
 def _kept_in_float32(directory: str) -> set[str]:
     """Submodules that the model keeps in float32 whatever it is loaded in."""
     models, names = vars(_module(directory, "modeling")).values(), ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    return {n for m in models for name in names for n in getattr(m, name, None) or ()}
+    return {part for m in models for name in names for n in getattr(m, name, None) or () for part in n.split(".")}  # "mlp.gate.weight"
 
 
 def rows(directory: str, moe: dict[str, str], half: bool = True) -> list[dict]:

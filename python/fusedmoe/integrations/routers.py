@@ -101,6 +101,16 @@ def _same_types(own: Callable, twin: nn.Module, half: nn.Module, x: Tensor, give
     return True
 
 
+def _halved(own: Callable, twin: nn.Module, x: Tensor, given: list[Tensor]) -> nn.Module:
+    """The router as it is in a model of bfloat16: in that, or in float32 where its own code needs it so (Inkling2)."""
+    half = copy.deepcopy(twin).bfloat16()
+    try:
+        own(half, x.bfloat16(), *given)
+    except RuntimeError:  # float32 tokens times bfloat16 weights
+        return twin
+    return half
+
+
 def find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     """The seam of a router whose rule the C library has; None: not a router, or one with a rule of its own."""
     return isolated(partial(_find, module), module)
@@ -129,7 +139,7 @@ def _find(module: nn.Module) -> tuple[str, Callable, dict] | None:
     if sorted(order) in ([LOGITS, WEIGHTS, IDS], [WEIGHTS, IDS]):
         k = results[order.index(IDS)].shape[1]
         want = [_step(own, twin, x, given, order, training) for training in (False, True)]
-        half, logits = copy.deepcopy(twin).bfloat16(), _logits(twin, x, linear, True, True).detach()
+        half, logits = _halved(own, twin, x, given), _logits(twin, x, linear, True, True).detach()
         biases = [""] if given else ["", *(n for n in per_expert(twin, E) if n not in ("bias", linear + ".bias"))]
         for rule, bias in product(_rules(module, k), biases):
             ids, p = autograd.route(logits, select_bias=_select(twin, given, bias), **rule)

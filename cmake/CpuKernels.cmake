@@ -5,8 +5,8 @@ add_library(fmoe_cpu OBJECT
             src/cpu/backend.c src/cpu/groups.c src/cpu/isa.c src/cpu/parallel.c src/cpu/peak.c
             src/cpu/ops/activation.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
             src/cpu/ops/permute.c src/cpu/ops/prepacked.c src/cpu/ops/route.c
-            src/cpu/gemm/chunking.c src/cpu/gemm/combine.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c src/cpu/gemm/pipeline.c
-            src/cpu/gemm/views.c src/cpu/gemm/wgrad.c src/cpu/gemm/widen.c
+            src/cpu/gemm/chunking.c src/cpu/gemm/combine.c src/cpu/gemm/forms.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c
+            src/cpu/gemm/pipeline.c src/cpu/gemm/views.c src/cpu/gemm/wgrad.c src/cpu/gemm/widen.c
             src/cpu/ref/ref.c src/cpu/ref/ref_experts.c src/cpu/ref/ref_route.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
 set(FMOE_CPU_OBJECTS $<TARGET_OBJECTS:fmoe_cpu>)

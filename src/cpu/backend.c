@@ -10,6 +10,7 @@ static fmoe_status cpu_plan_init(fmoe_plan_impl *p)
     fmoe_cpu_plan *cpu = calloc(1, sizeof *cpu);
     if (!cpu) return fmoe_fail(FMOE_ERR_NOMEM, "a CPU plan of %zu bytes could not be allocated", sizeof *cpu);
     fmoe_kernels_fill(&cpu->k, fmoe_cpu_level());
+    cpu->has = fmoe_kernels_has(&cpu->k);
     /* More threads than cores give nothing; a few more are allowed so that results can be compared over thread counts.
      */
     const int cores = fmoe_cpu_count(), most = cores > 64 ? cores : 64;

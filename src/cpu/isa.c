@@ -188,6 +188,41 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
         k->gemm_nmajor_inplace_widen_bf16 = k->gemm_nmajor_inplace_widen_f16 = NULL; /* packing is faster there */
 }
 
+_Static_assert(FMOE_SLOTS <= 64, "a bit for every slot");
+_Static_assert(sizeof(fmoe_kernels) == offsetof(fmoe_kernels, gemm_f32) + FMOE_SLOTS * sizeof(fmoe_any_fn *),
+               "the table is an array of pointers after its first two members");
+
+fmoe_any_fn *fmoe_kernel_at(const fmoe_kernels *k, int slot)
+{
+    fmoe_any_fn *fn;
+    memcpy(&fn, (const char *)k + offsetof(fmoe_kernels, gemm_f32) + (size_t)slot * sizeof fn, sizeof fn);
+    return fn;
+}
+
+uint64_t fmoe_kernels_has(const fmoe_kernels *k)
+{
+    uint64_t has = 0;
+    for (int i = 0; i < FMOE_SLOTS; i++) has |= (uint64_t)(fmoe_kernel_at(k, i) != NULL) << i;
+    return has;
+}
+
+/* Of the kernels in the list, the one that is in the table: by its address, so that no other is ever named. */
+const char *fmoe_kernel_name(const fmoe_kernels *k, int slot)
+{
+    static const struct {
+        fmoe_any_fn *kernel;
+        int slot;
+        const char *name;
+    } all[] = {
+#define FMOE_KERNEL_FIELD(type, field)
+#define FMOE_KERNEL(lvl, type, field) {(fmoe_any_fn *)fmoe_##field##_##lvl, FMOE_SLOT_##field, #field "_" #lvl},
+#include "cpu/kernels/kernels.inc"
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i].slot == slot && all[i].kernel == fmoe_kernel_at(k, slot)) return all[i].name;
+    return NULL;
+}
+
 /* ---- what fmoe_info() says of them ---- */
 
 /* The processor's own name for itself; "" where there is none to ask. */

@@ -10,6 +10,7 @@
 /* What plan_init settles. */
 typedef struct fmoe_cpu_plan {
     fmoe_kernels k;
+    uint64_t has; /* its kernels, as bits (fmoe_kernels_has) */
     int threads;
     bool pairs;    /* products in bf16 pairs: buffers between products are bf16; else they are f32 */
     bool gather;   /* rows are gathered before a product instead of by pointers: AMX wants them equally far apart */

@@ -196,7 +196,7 @@ void fmoe_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job *job)
     if (T == 0 || fmoe_inplace_combine_prepare(run, job)) return;
     /* Few column blocks for the threads: split the tokens too (each split packs the weights again). */
     const int64_t splits = fmoe_max(1, 2 * job->cpu->threads / fmoe_max(blocks, 1));
-    run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(64, fmoe_ceil_div(T, splits)));
+    run->tokens = fmoe_min(FMOE_TOKEN_BLOCK, fmoe_max(FMOE_TOKENS_LEAST, fmoe_ceil_div(T, splits)));
     run->panels = fmoe_panels_of(job->cpu, job->w, job->n_w, job->g->E, FMOE_PANELS, 1);
     if (run->panels > 1) {
         const int64_t room = job->scratch[0].room / fmoe_min(T, run->tokens);

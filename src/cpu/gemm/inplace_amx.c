@@ -94,10 +94,13 @@ fmoe_rows fmoe_gather(const fmoe_plan_impl *p, const fmoe_groups *g, const fmoe_
 static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, const fmoe_stack *w,
                             const fmoe_lora_term *lora)
 {
-    if (!g->gathered || !cpu->pairs || lora->b[0].t) return false;
+    fmoe_form_input in = {.has = cpu->has, .pairs = cpu->pairs, .gather = cpu->gather, .rows = 1, .matrices = 1};
+    if (!g->gathered) return false;
     for (int64_t e = 0; e < (w->list ? g->E : 1); e++) {
         const fmoe_view v = fmoe_stack_at(w, e);
-        if (v.sk != 1 || v.K < 2 || v.K > g->gathered_k) return false;
+        in.kmajor = v.sk == 1 && v.K > 1;
+        in.room_for_tiles = !lora->b[0].t && v.K <= g->gathered_k;
+        if (fmoe_choose_form(&in) != FMOE_FORM_TILES) return false;
     }
     return true;
 }
@@ -179,7 +182,7 @@ bool fmoe_inplace_gemm(const fmoe_gemm_job *job)
     const int64_t K = fmoe_stack_at(&job->w[0], 0).K;
     make_tiles(job->p, job->cpu, g, &job->a, K);
     inplace_run run = {.job = job, .ends = g->ends};
-    run.rows = fmoe_min(FMOE_ROW_BLOCK, fmoe_max(1, (1 << 20) / (64 * steps_of(K)) / 32) * 32);
+    run.rows = fmoe_min(FMOE_ROW_BLOCK, fmoe_max(1, FMOE_TILES_L2 / (64 * steps_of(K)) / 32) * 32);
     int64_t n = 0;
     for (int64_t i = 0; i < g->E; i++) {
         const int64_t e = g->order[i], rows = g->off[e + 1] - g->off[e];
@@ -248,7 +251,7 @@ bool fmoe_inplace_combine_prepare(fmoe_combine_run *run, const fmoe_combine_job 
     run->width = fmoe_ceil_div(N, FMOE_NB) * parts >= 2 * threads ? FMOE_NB : FMOE_NB / 2;
     run->blocks = fmoe_ceil_div(N, run->width);
     const int64_t splits = fmoe_max(parts, 2 * threads / fmoe_max(run->blocks, 1));
-    run->tokens = fmoe_max(64, fmoe_ceil_div(T, splits));
+    run->tokens = fmoe_max(FMOE_TOKENS_LEAST, fmoe_ceil_div(T, splits));
     run->tasks.n = run->blocks * fmoe_ceil_div(T, run->tokens);
     return true;
 }

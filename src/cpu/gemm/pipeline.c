@@ -6,37 +6,29 @@
 
 /* ---- what overlaps with a product: packing and prefetching ---- */
 
-enum { MEMORY_BOUND_ROWS = 24 }; /* below, products wait for memory: it is prefetched from as fast as it can be */
-
 /* The two halves of a panel's 64 columns, which may be of two matrices; false where columns are missing. */
 static bool panel_halves(const fmoe_step *s, const char *half[2])
 {
-    if (s->n * s->n_v % FMOE_NB || (fmoe_is_kmajor(s) && s->n > FMOE_NB) ||
-        (s->n_v == 2 && (s->v[0].sk != s->v[1].sk || s->v[0].sn != s->v[1].sn)))
-        return false;
+    const bool alike = s->n_v == 1 || (s->v[0].sk == s->v[1].sk && s->v[0].sn == s->v[1].sn);
+    if (!fmoe_has_whole_panels(s->n, s->n_v, fmoe_is_kmajor(s), alike)) return false;
     half[0] = fmoe_chunk_at(s, 0);
     half[1] =
         s->n_v == 2 ? fmoe_chunk_at(s, 1) : half[0] + FMOE_NB / 2 * s->v[0].sn * (int64_t)fmoe_dtype_size(s->dtype);
     return true;
 }
 
-/* Few rows are multiplied by k-major weights in place, without a panel. All experts alike: a chunk of one kind does not
- * pack the next one of the other kind. On Intel's cores packing takes longer, and in place pays up to 10 rows: 7 %
- * there, 11 to 25 at 8; at 12 they are equal or 9 % slower. */
-static fmoe_gemm_kmajor_few_rows_fn *few_rows_kernel(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
+/* The kernel that multiplies a step. */
+static fmoe_any_fn *gemm_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
 {
-    const char *half[2];
-    if (g->R > (cpu->intel ? 10 : 7) * g->active || s->rows == 0 || s->a->dtype != cpu->work_type) return NULL;
-    if (fmoe_is_prepacked(s) || s->dtype != cpu->work_type || !fmoe_has_kmajor_panel(cpu, s) || !panel_halves(s, half))
-        return NULL;
-    return cpu->pairs ? cpu->k.gemm_kmajor_few_rows_bf16 : cpu->k.gemm_kmajor_few_rows_f32;
+    return fmoe_kernel_at(&cpu->k, fmoe_form_gemm(s->form, cpu->pairs, s->dtype));
 }
 
 void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora)
 {
     s->chunk = fmoe_chunk_of(cpu, &s->v[0], lora);
     s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
-    if (few_rows_kernel(cpu, g, s)) s->kc = s->v[0].K - s->k0;
+    s->form = fmoe_form_of(cpu, g, s);
+    if (s->form == FMOE_FORM_FEW_ROWS) s->kc = s->v[0].K - s->k0;
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
@@ -44,7 +36,7 @@ static void overlap_pack(const fmoe_cpu_plan *cpu, const fmoe_step *s, char *pan
 {
     enum { ROW = FMOE_NB * 4 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), unit = cpu->pairs ? 2 : 1; /* elements */
-    const bool kmajor = fmoe_is_kmajor(s), kmajor_panel = fmoe_has_kmajor_panel(cpu, s);
+    const bool kmajor = fmoe_is_kmajor(s), kmajor_panel = fmoe_has_kmajor_panel(s->form);
     const int64_t k = (kmajor ? 16 : 2) * unit, pieces = s->kc / k, columns = kmajor_panel ? 4 : 8; /* of a piece */
     fmoe_walk *w = &overlap->pack;
     if (s->kc % k || pieces == 0 || !panel_halves(s, w->half)) return;
@@ -75,33 +67,14 @@ static void overlap_prefetch_prepacked(const fmoe_cpu_plan *cpu, const fmoe_step
     w->left = fmoe_chunk_bytes(cpu, s) / w->advance;
     w->length = w->in_run = (int32_t)w->left;
     w->per_half = 1;
-    if (cpu->intel && rows >= MEMORY_BOUND_ROWS / 2 && rows <= 2 * MEMORY_BOUND_ROWS) {
+    if (cpu->intel && rows >= FMOE_MEMORY_BOUND_ROWS / 2 && rows <= 2 * FMOE_MEMORY_BOUND_ROWS) {
         w->step = fmoe_chunk_bytes(cpu, s) / 8;
         w->advance = LINE;
     }
-    w->into_l1 = rows >= MEMORY_BOUND_ROWS;
+    w->into_l1 = rows >= FMOE_MEMORY_BOUND_ROWS;
 }
 
-/* The kernel for weights that are multiplied in place (gemm_nmajor_inplace): n-major, whole panels of columns. NULL:
- * others. */
-static fmoe_gemm_nmajor_inplace_fn *nmajor_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
-{
-    const bool regular =
-        !cpu->gather && !fmoe_is_prepacked(s) && s->n_v == 1 && !fmoe_is_kmajor(s) && s->n % FMOE_NB == 0;
-    if (!regular || s->a->dtype != cpu->work_type) return NULL;
-    if (s->dtype != cpu->work_type)
-        return cpu->pairs             ? NULL
-               : s->dtype == FMOE_F16 ? cpu->k.gemm_nmajor_inplace_widen_f16
-                                      : cpu->k.gemm_nmajor_inplace_widen_bf16;
-    return cpu->pairs ? cpu->k.gemm_nmajor_inplace_bf16 : cpu->k.gemm_nmajor_inplace_f32;
-}
-
-static bool to_pack(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s)
-{
-    return !fmoe_is_prepacked(s) && !nmajor_kernel(cpu, s) && !few_rows_kernel(cpu, g, s);
-}
-
-/* Let the product prefetch the lines of panel j of such a step. */
+/* Let the product prefetch the lines of panel j of a step of n-major weights in place. */
 static void overlap_prefetch_nmajor(const fmoe_step *s, int64_t j, fmoe_overlap *overlap)
 {
     enum { LINE = 64 };
@@ -125,7 +98,7 @@ static void overlap_prefetch_epilogue(const fmoe_step *s, const fmoe_epilogue_op
     enum { LINE = 64 };
     fmoe_walk *w = &overlap->epilogue;
     const int64_t left = s->v[0].K - s->k0 - s->kc, i = left || s->k0 == 0 ? j : fmoe_panels_in(s) + j;
-    if (s->rows < MEMORY_BOUND_ROWS || left > s->kc || i >= FMOE_EPILOGUE_OPERANDS || !operands[i].base) return;
+    if (s->rows < FMOE_MEMORY_BOUND_ROWS || left > s->kc || i >= FMOE_EPILOGUE_OPERANDS || !operands[i].base) return;
     const fmoe_epilogue_operand *t = &operands[i];
     w->at = w->half[0] = t->base + s->row * t->stride + s->n0 * t->element;
     w->step = t->stride;
@@ -160,7 +133,7 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     }
     w->in_run = w->length;
     w->at = w->half[0];
-    w->into_l1 = rows >= MEMORY_BOUND_ROWS && kmajor;
+    w->into_l1 = rows >= FMOE_MEMORY_BOUND_ROWS && kmajor;
 }
 
 /* ---- the pipeline of a worker ---- */
@@ -185,22 +158,18 @@ static void point_at_rows(const fmoe_pipeline *pipe, const fmoe_step *s, int64_t
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk of n-major weights in place; `then`: the one after it, or NULL. While a panel
- * of it is multiplied, the next one is prefetched: into L1 too where rows are many, for the first tile, which takes it
- * from there, waits for L2 otherwise (4 % of the backward at 64 rows in small pages). Where they are few, a core's
- * buffers for L1 are full of lines on their way (2 % more time at 24 rows, 30 at 16, 50 at 8). Intel's cores: not
- * measured. */
+ * of it is multiplied, the next one is prefetched: into L1 too where rows are many. */
 static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
-    enum { MANY_ROWS = 40 };
-    fmoe_gemm_nmajor_inplace_fn *gemm = nmajor_kernel(pipe->cpu, s);
+    fmoe_gemm_nmajor_inplace_fn *gemm = (fmoe_gemm_nmajor_inplace_fn *)gemm_kernel(pipe->cpu, s);
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), panels = fmoe_panels_in(s);
-    const bool many = s->rows >= MANY_ROWS && !pipe->cpu->intel;
+    const bool many = s->rows >= FMOE_MANY_ROWS && !pipe->cpu->intel;
     const void *a[FMOE_TASK_ROWS];
     point_at_rows(pipe, s, 0, s->rows, a);
     for (int64_t j = 0; j < panels; j++) {
         fmoe_overlap overlap = {.batched = pipe->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
-        else if (then && then->rows && nmajor_kernel(pipe->cpu, then)) overlap_prefetch_nmajor(then, 0, &overlap);
+        else if (then && then->form == FMOE_FORM_NMAJOR_INPLACE) overlap_prefetch_nmajor(then, 0, &overlap);
         if (pipe->operands) overlap_prefetch_epilogue(s, pipe->operands, j, &overlap);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, pipe->panel[0],
@@ -216,10 +185,11 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
 {
     enum { LINE = 64, COLUMNS = FMOE_NB / 2, AHEAD = COLUMNS / 2 };
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype), step = s->v[0].sn * element, bytes = s->kc * element;
+    fmoe_gemm_kmajor_few_rows_fn *gemm = (fmoe_gemm_kmajor_few_rows_fn *)gemm_kernel(pipe->cpu, s);
     const char *w[2], *next[2] = {NULL, NULL};
     const void *a[FMOE_TASK_ROWS];
     panel_halves(s, w);
-    if (then && few_rows_kernel(pipe->cpu, pipe->g, then) && then->v[0].sn == s->v[0].sn) panel_halves(then, next);
+    if (then && then->form == FMOE_FORM_FEW_ROWS && then->v[0].sn == s->v[0].sn) panel_halves(then, next);
     point_at_rows(pipe, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
@@ -229,8 +199,7 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
         prefetch.length = prefetch.in_run = (int32_t)fmoe_ceil_div(AHEAD / prefetch.per_half * bytes, prefetch.advance);
         prefetch.left = (int64_t)prefetch.length * prefetch.per_half * (after ? 2 : 1);
         if (pipe->cpu->intel) prefetch.same_columns = true, prefetch.left = bytes;
-        few_rows_kernel(pipe->cpu, pipe->g, s)(s->rows, s->kc, s->chunk, a, w[i], step, pipe->scratch->c + i * COLUMNS,
-                                               FMOE_NB, s->first, &prefetch);
+        gemm(s->rows, s->kc, s->chunk, a, w[i], step, pipe->scratch->c + i * COLUMNS, FMOE_NB, s->first, &prefetch);
     }
 }
 
@@ -238,9 +207,7 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
 static void multiply_panels(const fmoe_pipeline *pipe, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
     const fmoe_cpu_plan *cpu = pipe->cpu;
-    fmoe_gemm_fn *gemm = fmoe_has_kmajor_panel(cpu, s) ? cpu->pairs ? cpu->k.gemm_kmajor_bf16 : cpu->k.gemm_kmajor_f32
-                         : cpu->pairs                  ? cpu->k.gemm_bf16
-                                                       : cpu->k.gemm_f32;
+    fmoe_gemm_fn *gemm = (fmoe_gemm_fn *)gemm_kernel(cpu, s);
     const bool widen = s->a->dtype != cpu->work_type;
     const int64_t block = widen ? FMOE_WIDEN_ROWS : FMOE_TASK_ROWS, panels = fmoe_panels_in(s);
     const void *a[FMOE_TASK_ROWS];
@@ -271,7 +238,7 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
 {
     if (pipe->n < 0) {
         for (pipe->n = 0; pipe->n < 3 && pipe->next(pipe->state, &pipe->steps[pipe->n]);) pipe->n++;
-        if (pipe->n && to_pack(pipe->cpu, pipe->g, &pipe->steps[0]))
+        if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form))
             fmoe_pack_chunk(pipe->cpu, pipe->scratch, &pipe->steps[0], pipe->panel[0]);
     } else {
         char *const used = pipe->panel[0];
@@ -284,16 +251,17 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
     if (pipe->n <= 0) return NULL;
     const fmoe_step *now = &pipe->steps[pipe->first], *then = &pipe->steps[(pipe->first + 1) % 3],
                     *after = &pipe->steps[(pipe->first + 2) % 3];
-    const bool pack = pipe->n > 1 && to_pack(pipe->cpu, pipe->g, then);
-    const bool by_few_rows = few_rows_kernel(pipe->cpu, pipe->g, now);
-    if (by_few_rows || nmajor_kernel(pipe->cpu, now)) {
-        (by_few_rows ? multiply_few_rows : multiply_nmajor)(pipe, now, pipe->n > 1 ? then : NULL);
+    const bool pack = pipe->n > 1 && fmoe_is_packed_now(then->form);
+    if (now->form == FMOE_FORM_NONE || now->form == FMOE_FORM_FEW_ROWS || now->form == FMOE_FORM_NMAJOR_INPLACE) {
+        const fmoe_step *next = pipe->n > 1 ? then : NULL;
+        if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
+        else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
         if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
         return now;
     }
     fmoe_overlap overlap = {.batched = pipe->cpu->intel,
-                            .prefetch_again = fmoe_is_prepacked(now) && now->rows < MEMORY_BOUND_ROWS};
-    if (pack && fmoe_has_kmajor_panel(pipe->cpu, now) == fmoe_has_kmajor_panel(pipe->cpu, then))
+                            .prefetch_again = fmoe_is_prepacked(now) && now->rows < FMOE_MEMORY_BOUND_ROWS};
+    if (pack && fmoe_has_kmajor_panel(now->form) == fmoe_has_kmajor_panel(then->form))
         overlap_pack(pipe->cpu, then, pipe->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
     if (pipe->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(pipe->cpu, then, now->rows, &overlap);

@@ -12,6 +12,7 @@
 typedef struct fmoe_step {
     fmoe_view v[2]; /* one or two matrices, which share N and K */
     int n_v, dtype;
+    fmoe_form form;
     int64_t n0, n, k0, kc;         /* columns [n0, n0+n) of each, and k [k0, k0+kc) */
     int64_t chunk;                 /* k that are summed from zero: kc, or less where all of k is taken at once */
     int64_t e, row, rows;          /* rows of A */
@@ -28,11 +29,11 @@ typedef struct fmoe_step {
 int64_t fmoe_chunk_of(const fmoe_cpu_plan *cpu, const fmoe_view *v, bool lora); /* k of a chunk; lora: of a LoRA term */
 int64_t fmoe_panels_of(const fmoe_cpu_plan *cpu, const fmoe_stack *w, int n_w, int64_t E, int64_t blocks,
                        int64_t tasks);
-int64_t fmoe_rows_of_task(int64_t rows); /* of an expert that has so many */
+/* The form of a step, given its kc; g NULL: that of its panels, packed before. */
+fmoe_form fmoe_form_of(const fmoe_cpu_plan *cpu, const fmoe_groups *g, const fmoe_step *s);
 
 const char *fmoe_chunk_at(const fmoe_step *s, int i); /* where the chunk of matrix i begins */
 bool fmoe_is_kmajor(const fmoe_step *s);              /* k is contiguous in memory */
-bool fmoe_has_kmajor_panel(const fmoe_cpu_plan *cpu, const fmoe_step *s);
 int64_t fmoe_panels_in(const fmoe_step *s);
 int64_t fmoe_chunk_bytes(const fmoe_cpu_plan *cpu, const fmoe_step *s); /* of one of its panels */
 void fmoe_pack_chunk(const fmoe_cpu_plan *cpu, const fmoe_scratch *scratch, const fmoe_step *s, char *panel);
@@ -56,7 +57,8 @@ typedef struct fmoe_pipeline {
 
 fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
                                   bool (*next)(void *, fmoe_step *), void *state);
-void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora); /* from k0 on: chunk, kc */
+void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s,
+                 bool lora);                              /* from k0 on: chunk, kc, form */
 const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe); /* the next step, multiplied: NULL when there is none */
 
 #endif

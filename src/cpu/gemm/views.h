@@ -4,6 +4,7 @@
 #ifndef FMOE_CPU_VIEWS_H
 #define FMOE_CPU_VIEWS_H
 
+#include "cpu/gemm/forms.h"
 #include "cpu/groups.h"
 
 /* One expert's matrix: element (n,k) at p + (n*sn + k*sk) elements, N x K. Prepacked (block > 0): p is its first panel,
@@ -96,15 +97,6 @@ typedef struct fmoe_scratch {
     float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
     const void **pointers; /* [FMOE_KC_PAIRS] */
 } fmoe_scratch;
-
-enum {
-    FMOE_ROW_BLOCK = 512,
-    FMOE_TASK_ROWS = 144,
-    FMOE_PANELS = 4, /* of 64 columns, at a time, of n-major weights */
-    FMOE_TOKEN_BLOCK = 2048,
-    FMOE_WIDEN_ROWS = 48,
-    FMOE_LEFT_PANELS = 8
-};
 
 /* s: one per worker, threads of them, with room for so many sums. */
 void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p, int64_t sums);

@@ -8,31 +8,19 @@
  * all rows of the expert, up to a chunk, and go from there to memory where the level can (wgrad_f32, wgrad_bf16). */
 #include "cpu/gemm/jobs.h"
 
-/* Where a level transposes the left operand (AMX), each of its columns, a row of dW, is contiguous, padded to whole
- * steps of 32. */
-static bool left_transposed(const fmoe_cpu_plan *cpu) { return cpu->pairs && cpu->k.pack_wgrad_left_pairs; }
+static bool left_transposed(const fmoe_cpu_plan *cpu) { return fmoe_left_transposed(cpu->has, cpu->pairs); }
 
 static int64_t padded_rows(const fmoe_cpu_plan *cpu, int64_t kc)
 {
     return left_transposed(cpu) ? fmoe_ceil_div(kc, 32) * 32 : cpu->pairs ? kc + (kc & 1) : kc;
 }
 
-static fmoe_wgrad_fn *wgrad_kernel(const fmoe_wgrad_job *job)
-{
-    const fmoe_kernels *k = &job->cpu->k;
-    return job->accumulate ? NULL : job->cpu->pairs ? k->wgrad_bf16 : k->wgrad_f32;
-}
+static int64_t chunk_rows(const fmoe_cpu_plan *cpu) { return fmoe_wgrad_chunk(cpu->has, cpu->pairs); }
 
-/* Rows of an expert whose products are summed in registers: as many as both of a worker's panels hold, or one. */
-static int64_t chunk_rows(const fmoe_cpu_plan *cpu)
-{
-    return cpu->pairs ? FMOE_KC_PAIRS : cpu->k.wgrad_f32 ? 2 * FMOE_KC : FMOE_KC;
-}
-
-/* Columns of A that can be kept, packed, for so many rows. L3 is near enough for them, but AMX wants L2. */
+/* Columns of A that can be kept, packed, for so many rows. */
 static int64_t kept_columns(const fmoe_cpu_plan *cpu, int64_t rows)
 {
-    const int64_t panels = left_transposed(cpu) ? 3 : FMOE_LEFT_PANELS,
+    const int64_t panels = left_transposed(cpu) ? FMOE_LEFT_PANELS_AMX : FMOE_LEFT_PANELS,
                   padded = fmoe_ceil_div(fmoe_max(1, rows), 32) * 32;
     return panels * FMOE_PANEL_BYTES / (int64_t)fmoe_panel_bytes(cpu, padded) * FMOE_NB;
 }
@@ -50,14 +38,14 @@ static bool keeps_all(const fmoe_cpu_plan *cpu, int64_t rows)
  * backward on 16 threads). */
 static int64_t task_rows(const fmoe_wgrad_job *job, int64_t position, int64_t N)
 {
-    enum { LEAST = 3 * FMOE_NB, MOST = 1024 };
     const fmoe_groups *g = job->g;
+    const bool streams = !job->accumulate && fmoe_has_wgrad(job->cpu->has, job->cpu->pairs);
     const bool at_end = position >= g->E - job->cpu->threads && g->E >= 8 * (int64_t)job->cpu->threads;
     const int64_t e = g->order[position], rows = g->off[e + 1] - g->off[e], chunk = chunk_rows(job->cpu);
     const int64_t kept = kept_columns(job->cpu, keeps_all(job->cpu, rows) ? rows : chunk);
-    const int64_t most = rows > chunk || !wgrad_kernel(job) ? FMOE_ROW_BLOCK : left_transposed(job->cpu) ? kept : MOST;
+    const int64_t most = rows > chunk || !streams ? FMOE_ROW_BLOCK : left_transposed(job->cpu) ? kept : FMOE_WGRAD_MOST;
     const int64_t share = at_end ? 0 : fmoe_ceil_div(N * g->E, 4 * job->cpu->threads); /* of all rows of all experts */
-    const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(LEAST, share));
+    const int64_t want = fmoe_min(fmoe_min(kept, most), fmoe_max(FMOE_WGRAD_LEAST, share));
     const int64_t tasks = fmoe_ceil_div(fmoe_max(N, 1), want); /* N is 0 in lists of groups that have no columns */
     return fmoe_max(fmoe_ceil_div(fmoe_ceil_div(N, tasks), FMOE_NB), 1) * FMOE_NB; /* equal tasks, whole panels */
 }
@@ -76,11 +64,8 @@ static void pack_operand(const fmoe_cpu_plan *cpu, fmoe_scratch *s, const fmoe_r
 {
     const void **pointers = point_at_columns(s, a, g, e, row, kc, column);
     if (n < FMOE_NB) memset(panel, 0, fmoe_panel_bytes(cpu, kc));
-    fmoe_pack_fn *pack = cpu->pairs              ? cpu->k.pack_nmajor_pairs
-                         : a->dtype == FMOE_BF16 ? cpu->k.pack_nmajor_bf16
-                         : a->dtype == FMOE_F16  ? cpu->k.pack_nmajor_f16
-                                                 : cpu->k.pack_nmajor_f32;
-    pack(panel, kc, 0, pointers, n);
+    const int slot = fmoe_wgrad_pack(cpu->has, cpu->pairs, a->dtype, false);
+    ((fmoe_pack_fn *)fmoe_kernel_at(&cpu->k, slot))(panel, kc, 0, pointers, n);
 }
 
 static int64_t left_panel_bytes(const fmoe_cpu_plan *cpu, int64_t kc)
@@ -134,8 +119,6 @@ static fmoe_view wgrad_view(const fmoe_wgrad_job *job, int64_t e, bool *swapped)
     return *swapped ? (fmoe_view){.p = v.p, .N = v.K, .K = v.N, .sn = v.sk, .sk = v.sn} : v;
 }
 
-enum { STORE_ROWS = 128 }; /* of 64 f32 sums: 32 KiB */
-
 /* What is left to do with 64 columns of dW when both operands of a chunk of rows are packed. */
 typedef struct wgrad_block {
     const fmoe_wgrad_job *job;
@@ -147,35 +130,37 @@ typedef struct wgrad_block {
     fmoe_prefetch_rows ahead; /* what is packed after it */
 } wgrad_block;
 
-static bool streams(const wgrad_block *b)
+static fmoe_wgrad_form wgrad_form_of(const wgrad_block *b)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(b->job->dw.dtype);
-    return b->last && wgrad_kernel(b->job) && b->n == FMOE_NB && (uintptr_t)b->dst % 64 == 0 &&
-           b->stride * element % 64 == 0;
+    const bool whole_lines = b->n == FMOE_NB && (uintptr_t)b->dst % 64 == 0 && b->stride * element % 64 == 0;
+    return fmoe_choose_wgrad_form(b->job->cpu->has, b->job->cpu->pairs, b->job->accumulate, b->last, whole_lines);
 }
 
 static void multiply_block(const wgrad_block *b)
 {
     const fmoe_cpu_plan *cpu = b->job->cpu;
     const int64_t padded = padded_rows(cpu, b->kc);
-    if (streams(b)) {
-        wgrad_kernel(b->job)(b->m, padded, b->left, b->s->panel, b->first ? NULL : b->s->c, b->dst, b->stride,
-                             b->job->dw.dtype, b->ahead.n ? &b->ahead : NULL);
+    const fmoe_wgrad_form form = wgrad_form_of(b);
+    if (form == FMOE_WGRAD_STREAM) {
+        (cpu->pairs ? cpu->k.wgrad_bf16 : cpu->k.wgrad_f32)(b->m, padded, b->left, b->s->panel,
+                                                            b->first ? NULL : b->s->c, b->dst, b->stride,
+                                                            b->job->dw.dtype, b->ahead.n ? &b->ahead : NULL);
         return;
     }
     const int64_t a_step = left_transposed(cpu) ? 4 : cpu->pairs ? 4 * FMOE_NB : 4 * cpu->k.nr;
     fmoe_gemm_fn *gemm = cpu->pairs ? cpu->k.gemm_bf16 : cpu->k.gemm_f32;
     fmoe_overlap nothing = {0};
     /* Sums that are complete after one chunk are stored while they are in L1. */
-    const int64_t rows = b->first && b->last ? STORE_ROWS : b->m;
+    const int64_t rows = b->first && b->last ? FMOE_STORE_ROWS : b->m;
     const void *a[FMOE_ROW_BLOCK];
     for (int64_t i = 0; i < b->m; i += rows) {
         const int64_t m = fmoe_min(rows, b->m - i);
         for (int64_t j = 0; j < m; j++) a[j] = left_at(cpu, b->left, b->kc, i + j);
         gemm(m, padded, a, a_step, b->s->panel, b->s->c, FMOE_NB, b->first, &nothing);
-        if (b->last)
+        if (form != FMOE_WGRAD_KEEP)
             store_wgrad(&cpu->k, b->s->c, b->dst + i * b->stride * (int64_t)fmoe_dtype_size(b->job->dw.dtype), m, b->n,
-                        b->stride, b->job->dw.dtype, b->job->accumulate);
+                        b->stride, b->job->dw.dtype, form == FMOE_WGRAD_ADD);
     }
 }
 
@@ -232,7 +217,8 @@ static void wgrad_task(const fmoe_wgrad_job *job, fmoe_scratch *s, int64_t e, in
             b.last = r + chunk >= rows;
             b.left = (char *)s->left + r / chunk * kept;
             left.row = right.row = row0 + r;
-            const bool by_panel = k0 == 0 && rows <= chunk && !left_transposed(cpu) && streams(&b);
+            const bool by_panel =
+                k0 == 0 && rows <= chunk && !left_transposed(cpu) && wgrad_form_of(&b) == FMOE_WGRAD_STREAM;
             if (!by_panel && (k0 == 0 || (rows > chunk && !kept)))
                 pack_left_operand(cpu, s, left.rows, g, e, left.row, b.kc, left.column, m, b.left);
             pack_operand(cpu, s, right.rows, g, e, right.row, b.kc, right.column + k0, b.n, s->panel);

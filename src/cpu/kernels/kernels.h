@@ -130,6 +130,8 @@ typedef float fmoe_dot_fn(const float *x, const float *y, int64_t n);    /* in a
 typedef void fmoe_softmax_fn(double *x, int64_t n); /* in place, within a few ulp; a NaN makes all of them NaN */
 typedef double fmoe_peak_fn(int64_t rounds);        /* multiply-adds in registers; returns the flops done */
 
+typedef void fmoe_any_fn(void); /* whichever it is: to be converted back before it is called */
+
 typedef struct fmoe_kernels {
     const char *isa; /* the highest level in the table */
     int64_t nr;      /* register width of the f32 panels */
@@ -137,6 +139,14 @@ typedef struct fmoe_kernels {
 #define FMOE_KERNEL_FIELD(type, field) fmoe_##type##_fn *field;
 #include "cpu/kernels/kernels.inc"
 } fmoe_kernels;
+
+/* The slots of the table by number, in its order. */
+enum {
+#define FMOE_KERNEL(level, type, field)
+#define FMOE_KERNEL_FIELD(type, field) FMOE_SLOT_##field,
+#include "cpu/kernels/kernels.inc"
+    FMOE_SLOTS
+};
 
 #define FMOE_KERNEL(level, type, field) fmoe_##type##_fn fmoe_##field##_##level;
 #define FMOE_KERNEL_FIELD(type, field)
@@ -148,6 +158,9 @@ int fmoe_cpu_level_count(void); /* of this build */
 const char *fmoe_cpu_level_name(int level);
 int fmoe_cpu_level_available(int level);            /* CPU and operating system have it */
 void fmoe_kernels_fill(fmoe_kernels *k, int level); /* C first, then upwards */
+uint64_t fmoe_kernels_has(const fmoe_kernels *k);   /* one bit for every slot that is filled */
+fmoe_any_fn *fmoe_kernel_at(const fmoe_kernels *k, int slot);
+const char *fmoe_kernel_name(const fmoe_kernels *k, int slot); /* with its level; NULL: empty, or none of kernels.inc */
 bool fmoe_cpu_is_intel(void);
 const char *fmoe_cpu_isa_warning(void); /* FMOE_MAX_ISA that was not understood; "" otherwise. After fmoe_cpu_level() */
 

@@ -51,7 +51,7 @@ static void carve_backward(const fmoe_plan_impl *p, int64_t T, fmoe_carve *c, ba
     fmoe_widen_carve(&b->g, c, p, T, p->d.H);
     b->scratch = fmoe_carve_take(c, cpu->threads, sizeof *b->scratch);
     fmoe_scratch_carve(b->scratch, c, p,
-                       fmoe_max(64, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_combine_columns(cpu, p->d.H));
+                       fmoe_max(FMOE_TOKENS_LEAST, fmoe_min(T, FMOE_TOKEN_BLOCK)) * fmoe_combine_columns(cpu, p->d.H));
     b->dh = dh_over_h(p) ? NULL : fmoe_carve_take(c, R * p->h_cols, work);
     b->pa = fmoe_carve_take(c, R * p->d.I, work);
     b->dp_parts = fmoe_carve_take(c, R * i_blocks(p), sizeof(float));

@@ -42,10 +42,8 @@ typedef struct up_ctx {
     fmoe_act_params act;
     char *h, *a;
     bool whole;
-    bool nontemporal; /* h is stored nontemporally: it is too large to stay in the cache until the backward */
+    bool nontemporal; /* h is stored nontemporally */
 } up_ctx;
-
-enum { NONTEMPORAL_BYTES = 1 << 20 }; /* bytes; all weights are read in between: 0.3 % of forward and backward */
 
 /* The bias of a block's 64 columns, in their order; n elements of each half. */
 static void block_bias(const up_ctx *u, int64_t e, int64_t n0, int64_t n, float *bias)
@@ -97,7 +95,7 @@ void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, con
     fmoe_stack w1[2] = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)};
     if (args->w.packed) w1[0] = w1[1] = fmoe_prepacked_w1(p, args->w.packed, &whole);
     up_ctx ctx = {.p = p, .b1 = args->w.b1, .act = fmoe_act_of(p), .h = h, .a = a, .whole = whole};
-    ctx.nontemporal = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= NONTEMPORAL_BYTES;
+    ctx.nontemporal = g->R * p->h_cols * (int64_t)fmoe_dtype_size(p->d.dtype) >= FMOE_NONTEMPORAL_BYTES;
     fmoe_gemm_job job = {.p = p,
                          .cpu = fmoe_cpu(p),
                          .g = g,

@@ -3,7 +3,7 @@
 # no instruction of a level runs on a CPU without it. Files *_tmpl.c (conversions, epilogues, softmax) are compiled once per level.
 add_library(fmoe_cpu OBJECT
             src/cpu/backend.c src/cpu/groups.c src/cpu/isa.c src/cpu/parallel.c src/cpu/peak.c
-            src/cpu/ops/activation.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
+            src/cpu/ops/activation.c src/cpu/ops/describe.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
             src/cpu/ops/permute.c src/cpu/ops/prepacked.c src/cpu/ops/route.c
             src/cpu/gemm/chunking.c src/cpu/gemm/combine.c src/cpu/gemm/forms.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c
             src/cpu/gemm/pipeline.c src/cpu/gemm/views.c src/cpu/gemm/wgrad.c src/cpu/gemm/widen.c

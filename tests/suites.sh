@@ -62,6 +62,7 @@ if [ $released = 0 ]; then
     suite ref-route "$bin/test_ref_route"
     suite ref-block "$bin/test_ref_block"
     suite api "$bin/test_api"
+    suite forms "$bin/test_forms"
     suite values "$bin/test_values"
     suite alloc "$bin/test_alloc"
     suite threads "$bin/test_threads"
@@ -105,7 +106,7 @@ sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
 if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined \
     -DFMOE_AMX_EMULATE=ON; then
     bin=$build/asan/tests
-    for name in ref ref_experts ref_route ref_block api values alloc threads; do
+    for name in ref ref_experts ref_route ref_block api forms values alloc threads; do
         suite "asan-$name" "$bin/test_$name"
     done
     suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick

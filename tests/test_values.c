@@ -603,7 +603,7 @@ TEST(row26_levels)
         for (int j = 0; j < levels; j++)
             if (!strcmp(fmoe_cpu_isa(), fmoe_cpu_level_name(j))) at = j;
         CHECK(at >= 0 && at <= i); /* never above the cap, never an invention */
-        char text[512];
+        char text[4096];
         api_call c;
         call_begin(&c, CALL_EXPERTS, FMOE_FORWARD, FMOE_BF16);
         CHECK_STATUS(call_make(&c), FMOE_OK);

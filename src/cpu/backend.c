@@ -55,15 +55,16 @@ static size_t cpu_describe(const fmoe_plan_impl *p, char *text, size_t n)
     static const char *const dtypes[] = {"?", "f32", "bf16", "f16", "f64"};
     const bool products = p->d.op == FMOE_OP_GROUPED_MATMUL || p->d.op == FMOE_OP_EXPERTS;
     const char *how = !products                ? "elementwise in f32"
-                      : cpu->pairs             ? "products on bf16 pairs, gemm_bf16_"
+                      : cpu->pairs             ? "products on bf16 pairs"
                       : p->d.dtype == FMOE_F32 ? "products in f32"
-                                               : "products in f32, operands widened while packed (no bf16 unit used)";
-    size_t used = (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s%s\n", dtypes[p->d.dtype], cpu->k.isa,
-                                   cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "",
-                                   how, products && cpu->pairs ? cpu->k.isa : "");
+                                               : "products in f32, 16-bit operands widened (no bf16 unit used)";
+    size_t used =
+        (size_t)snprintf(text, n, "cpu, %s, level %s, %d thread%s%s: %s\n", dtypes[p->d.dtype], cpu->k.isa,
+                         cpu->threads, cpu->threads == 1 ? "" : "s", p->d.parallel ? " of the caller" : "", how);
     if (*fmoe_cpu_isa_warning())
         used +=
             (size_t)snprintf(used < n ? text + used : NULL, used < n ? n - used : 0, "%s\n", fmoe_cpu_isa_warning());
+    used += fmoe_cpu_describe(p, used < n ? text + used : NULL, used < n ? n - used : 0);
     return used;
 }
 

@@ -186,6 +186,12 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
 #include "cpu/kernels/kernels.inc"
     if (level >= LEVEL_NR64)
         k->gemm_nmajor_inplace_widen_bf16 = k->gemm_nmajor_inplace_widen_f16 = NULL; /* packing is faster there */
+    if (k->gemm_inplace) { /* rows in tiles, or gathered for panels of pairs: no other product in bf16 */
+        k->gemm_kmajor_bf16 = NULL;
+        k->gemm_kmajor_few_rows_bf16 = NULL;
+        k->gemm_nmajor_inplace_bf16 = NULL;
+        k->pack_kmajor_bf16 = NULL;
+    }
 }
 
 _Static_assert(FMOE_SLOTS <= 64, "a bit for every slot");

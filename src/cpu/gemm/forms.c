@@ -8,11 +8,11 @@ const char *fmoe_form_name(fmoe_form form)
 {
     static const char *const names[FMOE_FORMS] = {
         [FMOE_FORM_NONE] = "none",
-        [FMOE_FORM_TILES] = "in place by tiles",
-        [FMOE_FORM_FEW_ROWS] = "in place for few rows",
+        [FMOE_FORM_TILES] = "tiles in place",
+        [FMOE_FORM_FEW_ROWS] = "few rows in place",
         [FMOE_FORM_NMAJOR_INPLACE] = "n-major in place",
-        [FMOE_FORM_PREPACKED_KMAJOR] = "packed before, k-major",
-        [FMOE_FORM_PREPACKED] = "packed before",
+        [FMOE_FORM_PREPACKED_KMAJOR] = "k-major panels",
+        [FMOE_FORM_PREPACKED] = "panels",
         [FMOE_FORM_PACK_KMAJOR] = "packed k-major",
         [FMOE_FORM_PACK] = "packed",
     };

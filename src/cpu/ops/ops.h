@@ -48,6 +48,9 @@ void fmoe_lora_factors_carve(fmoe_lora_factors *f, fmoe_carve *c, const fmoe_pla
 fmoe_weights fmoe_lora_narrow_factors(const fmoe_plan_impl *p, const fmoe_groups *g, fmoe_lora_factors *f,
                                       const fmoe_weights *w);
 
+/* describe.c: lines on the kernels that the plan's products and rows call; as snprintf. */
+size_t fmoe_cpu_describe(const fmoe_plan_impl *p, char *text, size_t n);
+
 /* prepacked.c: the weights of a layer as a packed buffer. Its bytes, 0 where the plan reads weights in place; whether a
  * buffer is one of this plan's; and its stacks, W1's two halves as one where they are not whole. */
 fmoe_status fmoe_cpu_packed_bytes(const fmoe_plan_impl *p, size_t *bytes);

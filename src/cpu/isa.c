@@ -192,6 +192,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
         k->gemm_nmajor_inplace_bf16 = NULL;
         k->pack_kmajor_bf16 = NULL;
     }
+    if (k->gemm_bf16 && k->pack_kmajor_widen_bf16) k->pack_transposed_bf16 = NULL; /* widened beside f32 only: kmajor */
 }
 
 _Static_assert(FMOE_SLOTS <= 64, "a bit for every slot");

@@ -206,8 +206,8 @@ static void add_wgrads(description *d, const char *when, int left, int right)
 static void add_gradient_stores(description *d, bool biases)
 {
     const bool lines = fmoe_has_wgrad(d->cpu->has, d->cpu->pairs);
-    for (int wide = 0; wide < (d->dtype == FMOE_F32 ? 1 : 2); wide++) {
-        const int dtype = wide ? FMOE_F32 : d->dtype;
+    for (int in_f32 = 0; in_f32 < (d->dtype == FMOE_F32 ? 1 : 2); in_f32++) {
+        const int dtype = in_f32 ? FMOE_F32 : d->dtype;
         add_always(d, lines ? STORED(dtype, "dw in other lines") : STORED(dtype, "dw"), store_block_bit(dtype));
         add_always(d, STORED(dtype, "dw added to"), BIT(axpy) | load_bit(dtype) | store_bit(dtype));
         if (!biases) continue;
@@ -335,8 +335,8 @@ static void describe_gmm(description *d)
     add_biases(d);
     if (d->dtype != FMOE_F32) add_always(d, OWN(d, "y or dx"), store_bit(d->dtype));
     add_always(d, STORED(d->dtype, "dx added to"), BIT(axpy) | load_bit(d->dtype));
-    for (int wide = 0; wide < (d->dtype == FMOE_F32 ? 1 : 2); wide++) { /* dy in f32: all of it */
-        dx.a_type = wide ? FMOE_F32 : d->dtype;
+    for (int in_f32 = 0; in_f32 < (d->dtype == FMOE_F32 ? 1 : 2); in_f32++) { /* dy in f32: all of it */
+        dx.a_type = in_f32 ? FMOE_F32 : d->dtype;
         dx.when = d->dtype == FMOE_F32 ? NULL : STORED(dx.a_type, "dy");
         d->cpu = dx.a_type == d->dtype ? own : &f32;
         d->work = d->cpu->work_type;

@@ -58,14 +58,14 @@ static uint64_t store_block_bit(int dtype)
 
 /* ---- entries ---- */
 
-static void add(description *d, const char *what, const char *when, storage stored, amount rows, uint64_t slots)
+static void add_entry(description *d, const char *what, const char *when, storage stored, amount rows, uint64_t slots)
 {
     if (slots && d->n < MOST) d->all[d->n++] = (entry){what, when, stored, rows, slots, 0, false};
 }
 
 static void add_always(description *d, const char *what, uint64_t slots)
 {
-    add(d, what, NULL, ANY_WAY, ANY_ROWS, slots);
+    add_entry(d, what, NULL, ANY_WAY, ANY_ROWS, slots);
 }
 
 /* ---- products ---- */
@@ -152,7 +152,7 @@ static bool same_calls(calls a, calls b) { return a.slots == b.slots && a.forms 
 
 static void add_calls(description *d, const product *q, const char *when, storage stored, amount rows, calls c)
 {
-    add(d, q->name, when, stored, rows, c.slots);
+    add_entry(d, q->name, when, stored, rows, c.slots);
     d->all[d->n - 1].forms = c.forms;
 }
 
@@ -194,12 +194,12 @@ static void add_wgrads(description *d, const char *when, int left, int right)
     for (int i = 0; i < 4; i++) /* either is the left one, as dW is stored */
         pack |= (uint64_t)1 << fmoe_wgrad_pack(cpu->has, cpu->pairs, i & 1 ? left : right, i & 2);
     if (!fmoe_has_wgrad(cpu->has, cpu->pairs)) {
-        add(d, "dw", when, ANY_WAY, ANY_ROWS, pack | gemm);
+        add_entry(d, "dw", when, ANY_WAY, ANY_ROWS, pack | gemm);
         return;
     }
-    add(d, "dw", when, ANY_WAY, ANY_ROWS, pack);
-    add(d, "dw in whole cache lines", when, ANY_WAY, ANY_ROWS, cpu->pairs ? BIT(wgrad_bf16) : BIT(wgrad_f32));
-    add(d, "dw in other lines or of over 1024 rows or added to", when, ANY_WAY, ANY_ROWS, gemm);
+    add_entry(d, "dw", when, ANY_WAY, ANY_ROWS, pack);
+    add_entry(d, "dw in whole cache lines", when, ANY_WAY, ANY_ROWS, cpu->pairs ? BIT(wgrad_bf16) : BIT(wgrad_f32));
+    add_entry(d, "dw in other lines or of over 1024 rows or added to", when, ANY_WAY, ANY_ROWS, gemm);
 }
 
 /* How gradients of weights and biases are stored: in the plan's type, or in f32. */
@@ -316,7 +316,7 @@ static void describe_experts(description *d)
     add_always(d, "out and dx", BIT(add_rows) | store_block_bit(d->dtype));
     add_always(d, "out or dx added to", BIT(axpy) | load_bit(d->dtype));
     add_always(d, "gradient of the activation", BIT(act_backward));
-    if (interleaved) add(d, "gradient of the activation", "in stacks", ANY_WAY, ANY_ROWS, store_bit(d->work));
+    if (interleaved) add_entry(d, "gradient of the activation", "in stacks", ANY_WAY, ANY_ROWS, store_bit(d->work));
     add_wgrads(d, NULL, d->dtype, d->work);
     add_gradient_stores(d, D->flags & FMOE_BIAS);
     if (!(D->flags & FMOE_BIAS)) return;
@@ -342,7 +342,7 @@ static void describe_gmm(description *d)
         d->work = d->cpu->work_type;
         add_product(d, &dx);
         add_wgrads(d, dx.when, d->dtype, dx.a_type);
-        add(d, "dbias", dx.when, ANY_WAY, ANY_ROWS, load_bit(dx.a_type));
+        add_entry(d, "dbias", dx.when, ANY_WAY, ANY_ROWS, load_bit(dx.a_type));
     }
     d->cpu = own;
     d->work = own->work_type;

@@ -97,18 +97,27 @@ static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssiz
 
 static PyObject *core_describe(PyObject *self, PyObject *arg) {
     (void)self;
-    char text[4096] = "";
     fmoe_plan plan = PyLong_AsUnsignedLongLong(arg);
     if (PyErr_Occurred()) return NULL;
-    if (!fmoe_plan_describe(plan, text, sizeof text)) return fail(FMOE_ERR_HANDLE);
-    return PyUnicode_FromString(text);
+    const size_t n = fmoe_plan_describe(plan, NULL, 0);
+    if (!n) return fail(FMOE_ERR_HANDLE);
+    char *text = malloc(n + 1);
+    if (!text) return PyErr_NoMemory();
+    fmoe_plan_describe(plan, text, n + 1);
+    PyObject *result = PyUnicode_FromString(text);
+    free(text);
+    return result;
 }
 
 static PyObject *core_info(PyObject *self, PyObject *none) {
     (void)self, (void)none;
-    char text[8192] = "";
-    fmoe_info(text, sizeof text);
-    return PyUnicode_FromString(text);
+    const size_t n = fmoe_info(NULL, 0);
+    char *text = malloc(n + 1);
+    if (!text) return PyErr_NoMemory();
+    fmoe_info(text, n + 1);
+    PyObject *result = PyUnicode_FromString(text);
+    free(text);
+    return result;
 }
 
 static PyObject *core_cpu_isa(PyObject *self, PyObject *none) {

@@ -40,14 +40,19 @@ _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", t
 _impl: dict[Callable, Callable] = {}
 
 
+_made: list[int] = []  # the plans of _plan
+
+
 @cache
 def _plan(op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
           rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
           limit: float = 0.0, rule: tuple | None = None) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
-    return _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
+    handle = _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
                       act, flags & ~_OWN if op in (EXPERTS, BLOCK) else flags, alpha, limit, rule, threads)  # fmt: skip
+    _made.append(handle)
+    return handle
 
 
 def _plan_for(op: int, t: Tensor, *sizes: int, **more: Any) -> int:
@@ -64,10 +69,12 @@ def _saved_line(plan: int) -> tuple[int, int]:
 
 
 def set_max_isa(name: str | None) -> None:
-    """Cap the CPU kernels of calls from now on ("c", "avx2", ...); None: no cap."""
+    """Cap the CPU kernels of calls from now on ("c", "avx2", ...); None: no cap. Not while another thread computes."""
     _core.set_max_isa(name)
     _plan.cache_clear()
     _saved_line.cache_clear()
+    while _made:
+        _core.plan_destroy(_made.pop())
 
 
 def describe(x: Tensor, E: int, k: int, I: int, act: int | str = SWIGLU, flags: int = 0) -> str:

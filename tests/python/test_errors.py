@@ -127,3 +127,17 @@ def test_signatures():
         assert all(p.kind != inspect.Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
     for name in fusedmoe.__all__:
         assert getattr(fusedmoe, name).__doc__, name
+
+
+def test_plans_do_not_pile_up():
+    """A new cap makes new plans and destroys the old ones, of which the library holds 16384 at most."""
+    for level in ("c", None):
+        fusedmoe.set_max_isa(level)
+        experts()
+    assert len(ops._made) == 1
+    handle = ops._made[0]
+    fusedmoe.set_max_isa(None)
+    assert not ops._made
+    with pytest.raises(RuntimeError, match="FMOE_ERR_HANDLE"):
+        ops._core.describe(handle)
+    experts()

@@ -113,7 +113,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
 
     Tensors may have any strides. Computed in autocast's dtype where that is on, else in w's. Returns [T,H] in x's dtype.
     """
-    if type(act) is not int or type(flags) is not int:
+    compiling = is_compiling()
+    if isinstance(act, str) or (not compiling and (type(act) is not int or type(flags) is not int)):  # type() of a constant is not traced
         act, flags = checks.code("experts", "act", Activation, act), checks.known_flags("experts", flags)
     if not checks.plain_experts(x, ids, p, w, act, flags):
         checks.experts(x, ids, p, w, act, flags)
@@ -134,9 +135,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
-    compiling = is_compiling()
     if compiling:
-        act, flags, alpha, limit, *scales = _fixed(act, flags, alpha, limit, *scales)
+        act, flags, alpha, limit, *scales = _fixed(int(act), int(flags), alpha, limit, *scales)
     if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
         plain = not compiling and not torch._C._are_functorch_transforms_active()
         out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)

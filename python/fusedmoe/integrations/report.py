@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which MoE layers of a model run on fusedmoe, and why the others do not. Nothing of the model is run."""
+"""Which MoE layers of a model run on fusedmoe, and why the others do not. No layer of the model is run."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ module's own gives on six random tokens.
 
 import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import chain, product
 from operator import attrgetter
 from typing import Any
@@ -54,6 +54,7 @@ def _random(like: Tensor, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(7), device="cpu").to(like.device, like.dtype)
 
 
+@cache  # a model of v4 has ten thousands of modules, of a few classes
 def _names(function: Callable) -> list[str]:
     return list(inspect.signature(function).parameters)[1:]
 

@@ -31,6 +31,7 @@ def plans(monkeypatch):
     """What _core.plan is called with for a small layer on either device."""
     seen = []
     monkeypatch.setattr(_core, "plan", lambda *args: seen.append(args))
+    monkeypatch.setattr(ops, "_made", [])
     for device in ("cuda:0", "cpu"):
         ops._plan.__wrapped__(ops.EXPERTS, torch.bfloat16, torch.device(device), 1, H=64, I=64, E=2, k=1)
     monkeypatch.undo()

@@ -2,7 +2,7 @@
 # The suites of make test, in order. Sourced by run.sh: suite, skip and make_variant are its functions.
 # shellcheck shell=bash
 
-corpus=tests/corpus
+corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
 replays() { # folder: every fuzz target on its corpus, one line of counts
     local target line total=0

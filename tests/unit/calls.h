@@ -361,4 +361,27 @@ static inline int call_untouched(const api_call *c)
     return 1;
 }
 
+/* A number in words of an error. */
+static inline const char *number(int64_t v)
+{
+    static char text[2][32];
+    static int which;
+    which = !which;
+    snprintf(text[which], sizeof text[which], "%" PRId64, v);
+    return text[which];
+}
+
+/* The call must fail with one of two statuses, its sentence must have the words, and nothing may be written. */
+static inline void expect(api_call *c, const char *what, fmoe_status want, fmoe_status or_else, const char *word,
+                   const char *word2)
+{
+    const fmoe_status got = call_make(c);
+    if (got != want && got != or_else)
+        TEST_FAIL("%s %s, %s: %s (%s), not %s", call_names[c->kind], c->pass ? "backward" : "forward", what,
+                  fmoe_status_string(got), got ? fmoe_last_error() : "", fmoe_status_string(want));
+    else if (!strstr(fmoe_last_error(), word) || (word2 && !strstr(fmoe_last_error(), word2)))
+        TEST_FAIL("%s %s, %s: \"%s\" lacks \"%s\" or \"%s\"", call_names[c->kind], c->pass ? "backward" : "forward",
+                  what, fmoe_last_error(), word, word2 ? word2 : "");
+}
+
 #endif

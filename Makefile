@@ -3,7 +3,8 @@
 #
 #   make            build/libfusedmoe.so, build/libfusedmoe.a, build/fusedmoe (needs gcc, make, cmake);
 #                   where there is nvcc, build/libfusedmoe_cuda.so too, unless FMOE_CUDA=OFF: make FMOE_CUDA=OFF
-#   make test       every test, with sanitizers, closing with one line of counts
+#   make test       what a newcomer runs, in a few minutes, closing with one line of counts
+#   make test-full  everything: also sanitizers, fuzzing, emulators, CUDA's build, older packages; new draws in every run
 #   make bench      time the layer:  make bench ARGS="--T 512 --dtype bf16"
 #   make install    PREFIX=/usr/local by default
 #   make setup      .venv with the Python package;  make run: the fine-tuning example in it
@@ -19,7 +20,7 @@ FMOE_CUDA ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 GENERATOR := $(if $(shell command -v ninja),Ninja,Unix Makefiles)
 
-.PHONY: all build test bench install setup run ascend-report format clean
+.PHONY: all build test test-full bench install setup run ascend-report format clean
 .DEFAULT_GOAL := all
 
 all: build
@@ -33,7 +34,10 @@ build: $(BUILD)/CMakeCache.txt
 	cmake --build $(BUILD) --parallel $(JOBS)
 
 test:
-	tests/run.sh
+	tests/run.sh $(ARGS)
+
+test-full:
+	tests/run.sh --full $(ARGS)
 
 bench: build
 	$(BUILD)/fusedmoe bench $(ARGS)

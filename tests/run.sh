@@ -1,18 +1,35 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# make test: build what is tested (release, asan, tsan, fuzz), run every suite, and close with one line of counts.
+# make test: build the library, run what a newcomer runs, and close with one line of counts. make test-full: everything
+# (also sanitizers, fuzzing, emulators, CUDA's build, older versions of packages), with draws that are new in every run.
 #
 # A suite is a command that prints "N passed, N failed, N skipped" (a pytest summary counts as well). A suite that
 # prints no such line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not
 # installed may be a skip, and every skip is listed with its reason.
 #
-#   tests/run.sh [suite ...]     only the suites whose name contains one of the words (asan-...: builds that alone)
+#   tests/run.sh [--full] [--seed N] [suite ...]
+#   suite ...                    only the suites whose name contains one of the words (asan-...: builds that alone)
+#   --seed N                     where drawing begins; FMOE_SEED does the same. Without: 1, with --full the clock
 #   FMOE_TEST_BUILD=dir          where to build (default build/; variants in dir/asan, dir/tsan, dir/fuzz)
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 build=${FMOE_TEST_BUILD:-build}
-only=("$@")
+full=0 seed=${FMOE_SEED:-} only=()
+while [ $# -gt 0 ]; do
+    case $1 in
+    --full) full=1 ;;
+    --seed) seed=$2 && shift ;;
+    --*) echo "run.sh: no option $1" && exit 2 ;;
+    *) only+=("$1") ;;
+    esac
+    shift
+done
+if [ -z "$seed" ]; then seed=$([ $full = 1 ] && date +%s || echo 1); fi
+case $seed in *[!0-9]*) echo "run.sh: the seed is a number, not '$seed'" && exit 2 ;; esac
+export FMOE_FULL=$full FMOE_SEED=$seed # tests/python/run.sh
+echo "seed $seed"
+begun=$(date +%s)
 log_folder=$build/test-logs
 mkdir -p "$log_folder"
 # What the suites report, a line each: suites of the second lane (suites.sh) run in a process of their own.
@@ -107,5 +124,6 @@ source tests/suites.sh
 echo
 cat "$results" "$skips" "$failures"
 read -r passed failed skipped < <(awk '{p += $2; f += $4; s += $6} END {print p + 0, f + 0, s + 0}' "$results")
+echo "seed $seed, $((($(date +%s) - begun) / 60)) minutes; the same again: tests/run.sh$([ $full = 0 ] || echo ' --full') --seed $seed"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ] && [ "$passed" -gt 0 ]

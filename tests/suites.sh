@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# The suites of make test, in order. Sourced by run.sh: suite, skip and make_variant are its functions.
-# shellcheck shell=bash
+# The suites, in order. Sourced by run.sh: suite, skip and make_variant are its functions; full and seed its variables.
+# shellcheck shell=bash disable=SC2154
 
 corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
+targets=(plan route forward backward) # of tests/fuzz
+units=(ref ref_experts ref_route ref_block api packed forms describe values machine alloc threads process abi versions)
+
 replays() { # folder: every fuzz target on its corpus, one line of counts
     local target line total=0
-    for target in plan route forward backward; do
+    for target in "${targets[@]}"; do
         line=$("$1/fuzz_$target" "$corpus/$target") || {
             echo "fuzz_$target failed on its corpus"
             echo "$total passed, 1 failed, 0 skipped"
@@ -20,7 +23,7 @@ replays() { # folder: every fuzz target on its corpus, one line of counts
 
 fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are left in the log folder
     mkdir -p "$log_folder/fuzz_$2"
-    "$1/fuzz_$2" -seed=1 -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
+    "$1/fuzz_$2" -seed="$seed" -max_total_time="$3" -max_len=2048 -timeout=10 -print_final_stats=1 \
         -artifact_prefix="$log_folder/fuzz_$2." "$log_folder/fuzz_$2" "$corpus/$2" || {
         echo "0 passed, 1 failed, 0 skipped"
         return 1
@@ -28,16 +31,26 @@ fuzz_for() { # folder target seconds: new inputs with libFuzzer; findings are le
     echo "1 passed, 0 failed, 0 skipped"
 }
 
+check_level() { # level: the checks with the levels above it switched off
+    if "$build/fusedmoe" info | grep -qE "levels .*\b$1\b"; then
+        suite "check-max-$1" env FMOE_MAX_ISA="$1" "$build/fusedmoe" check --seed "$seed" --seconds 2 --quick
+    else
+        skip "check-max-$1" "the CPU does not have $1"
+    fi
+}
+
 # ---- release, and the simulated CANN: what more than one suite needs ----
 ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
 # torch_npu also opens libraries of CANN that none of the C tests needs
 cann="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
-make_variant release "$build" "fmoe_c_tests $ascend $cann" -DCMAKE_BUILD_TYPE=Release
+make_variant release "$build" "fmoe_c_tests $ascend $cann" -DCMAKE_BUILD_TYPE=Release -DFMOE_CUDA=OFF
 released=$?
 
 # ---- the second lane, beside everything below: Python (mostly one thread, and downloads), then the CUDA build ----
 second_lane() {
-    if [ -x tests/python/run.sh ]; then suite python tests/python/run.sh; fi
+    suite python tests/python/run.sh
+    suite lint tools/lint.sh
+    [ $full = 1 ] || return 0
     if [ $released = 0 ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
     if command -v nvcc >/dev/null; then
         if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda"; then
@@ -54,47 +67,43 @@ second_lane() {
 }
 second_lane &
 
-# ---- everything, at every ISA level; Ascend on the simulated CANN ----
+# ---- the CPU, and Ascend on the simulated CANN ----
 if [ $released = 0 ]; then
     bin=$build/tests
-    suite ref "$bin/test_ref"
-    suite ref-experts "$bin/test_ref_experts"
-    suite ref-route "$bin/test_ref_route"
-    suite ref-block "$bin/test_ref_block"
-    suite api "$bin/test_api"
-    suite forms "$bin/test_forms"
-    suite values "$bin/test_values"
-    suite alloc "$bin/test_alloc"
-    suite threads "$bin/test_threads"
-    suite abi "$bin/test_abi"
+    for name in "${units[@]}"; do suite "$name" "$bin/test_$name" --seed "$seed"; done
     suite layers tests/layers.py
-    suite big "$bin/test_big"
     suite example tests/falls.sh "$bin/train_layer"
-    suite install tests/install.sh "$build"
-    suite check "$build/fusedmoe" check --seconds 30
-    for level in c avx2 avx512; do
-        suite "check-max-$level" env FMOE_MAX_ISA=$level "$build/fusedmoe" check --seconds 2 --quick
-    done
-    if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then
-        # CPUs without AVX-512, and without AVX: no illegal instruction, and the right numbers.
-        haswell=Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm # less what the emulator lacks
-        suite qemu-haswell "$qemu" -cpu $haswell "$build/fusedmoe" check --seconds 1 --quick --loose
-        suite qemu-nehalem "$qemu" -cpu Nehalem "$build/fusedmoe" check --seconds 1 --quick
-    else
-        skip qemu "qemu-x86_64 is not installed (Debian: qemu-user-static)"
-    fi
+    suite replay replays "$bin"
     for program in $ascend; do
-        for version in cann cann81 split; do # split: other libraries, the same operators
-            [ $version = split ] && [ "$program" != test_ascend_ops ] && continue
-            suite "$program-$version" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/$version" "$bin/ascend/$program"
-        done
+        suite "$program-cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann" "$bin/ascend/$program"
     done
+    if [ $full = 0 ]; then
+        suite check "$build/fusedmoe" check --seed "$seed" --seconds 10 --quick
+    else
+        suite check "$build/fusedmoe" check --seed "$seed" --seconds 30
+        for level in c avx2 avx512; do check_level $level; done
+        suite big "$bin/test_big"
+        suite install tests/install.sh "$build"
+        for program in $ascend; do # other versions and other libraries, the same operators
+            suite "$program-cann81" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann81" "$bin/ascend/$program"
+        done
+        suite test_ascend_ops-split env FMOE_ASCEND_PATH="$root/tests/ascend_sim/split" "$bin/ascend/test_ascend_ops"
+        if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then
+            # CPUs without AVX-512, and without AVX: no illegal instruction, and the right numbers.
+            haswell=Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-invpcid,-rtm # less what the emulator lacks
+            suite qemu-haswell "$qemu" -cpu $haswell "$build/fusedmoe" check --seed "$seed" --seconds 1 --quick --loose
+            suite qemu-nehalem "$qemu" -cpu Nehalem "$build/fusedmoe" check --seed "$seed" --seconds 1 --quick
+        else
+            skip qemu "qemu-x86_64 is not installed (Debian: qemu-user-static)"
+        fi
+    fi
 fi
+[ $full = 1 ] || { wait && return 0; }
 
 # ---- arm64: cross-built, every level under emulation ----
 if command -v aarch64-linux-gnu-gcc >/dev/null && qemu=$(command -v qemu-aarch64-static || command -v qemu-aarch64); then
     if make_variant arm64 "$build/arm64" fusedmoe_cli -DCMAKE_TOOLCHAIN_FILE=cmake/aarch64-linux-gnu.cmake -DFMOE_CUDA=OFF; then
-        suite arm64-check "$qemu" -cpu max -L /usr/aarch64-linux-gnu "$build/arm64/fusedmoe" check --seconds 1 --quick
+        suite arm64-check "$qemu" -cpu max -L /usr/aarch64-linux-gnu "$build/arm64/fusedmoe" check --seed "$seed" --seconds 1 --quick
     fi
 else
     skip arm64 "gcc-aarch64-linux-gnu or qemu-user-static is not installed"
@@ -106,12 +115,12 @@ sanitized=(-DCMAKE_BUILD_TYPE=RelWithDebInfo -DFMOE_CUDA=OFF)
 if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFMOE_SANITIZE=address,undefined \
     -DFMOE_AMX_EMULATE=ON; then
     bin=$build/asan/tests
-    for name in ref ref_experts ref_route ref_block api forms values alloc threads; do
-        suite "asan-$name" "$bin/test_$name"
+    for name in "${units[@]}"; do
+        [ "$name" = abi ] || suite "asan-$name" "$bin/test_$name" --seed "$seed" # abi: of the release's files
     done
-    suite asan-check "$build/asan/fusedmoe" check --seconds 8 --quick
-    if grep -qs amx_bf16 "$log_folder/asan-check.log"; then
-        suite asan-check-amx "$build/asan/fusedmoe" check --seconds 20 --quick --seed 2 -f amx_bf16
+    suite asan-check "$build/asan/fusedmoe" check --seed "$seed" --seconds 8 --quick
+    if grep -qs '^ok .*amx_bf16' "$log_folder/asan-check.log"; then
+        suite asan-check-amx "$build/asan/fusedmoe" check --seconds 20 --quick --seed $((seed + 1)) -f amx_bf16
     else
         skip asan-check-amx "the CPU has no AVX512_BF16, which the emulation of AMX computes with"
     fi
@@ -124,18 +133,19 @@ if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFM
     done
 fi
 # Also the build of a compiler that does not know AMX.
-if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
+if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads test_process" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
     -DFMOE_HAS_AMX_BF16=OFF; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
-    suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seconds 4 --quick -f /
+    suite tsan-process env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_process"
+    suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seed "$seed" --seconds 4 --quick -f /
 fi
 
 # ---- fuzzing ----
 if command -v clang >/dev/null; then
-    if make_variant fuzz "$build/fuzz" "fuzz_plan fuzz_route fuzz_forward fuzz_backward" -DCMAKE_C_COMPILER=clang \
+    if make_variant fuzz "$build/fuzz" "${targets[*]/#/fuzz_}" -DCMAKE_C_COMPILER=clang \
         "${sanitized[@]}" -DFMOE_SANITIZE=fuzzer-no-link,address,undefined; then
-        for target in plan route forward backward; do
-            suite "fuzz-$target" fuzz_for "$build/fuzz/tests" $target 10
+        for target in "${targets[@]}"; do
+            suite "fuzz-$target" fuzz_for "$build/fuzz/tests" "$target" 10
         done
     fi
 else

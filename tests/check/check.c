@@ -371,6 +371,11 @@ int fmoe_check_main(int argc, char **argv)
         fprintf(stderr, "no check has '%s' in its name\n", options.filter);
         return 2;
     }
+    for (int level = 0; level < fmoe_cpu_level_count(); level++) /* what is not there has not passed */
+        if (!fmoe_cpu_level_available(level)) {
+            printf("SKIP    kernels of %s: this CPU does not have it\n", fmoe_cpu_level_name(level));
+            counts[2]++;
+        }
     printf("%.1f s\n%d passed, %d failed, %d skipped\n", check_seconds() - begin, counts[0], counts[1], counts[2]);
     return counts[1] > 0;
 }

@@ -11,15 +11,11 @@ try:
     from hypothesis.configuration import set_hypothesis_home_dir
 
     set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "fusedmoe-hypothesis")  # nothing is left in the tree
-    settings.register_profile("fixed", derandomize=True)  # the same draws in every run; --hypothesis-profile=default for new ones
+    settings.register_profile("fixed", derandomize=True)  # the same draws in every run
+    settings.register_profile("drawn", print_blob=True)  # new ones, from --hypothesis-seed=N on: make test-full
     settings.load_profile("fixed")
 except ImportError:
     pass
-
-
-def pytest_collection_modifyitems(items):
-    """test_pool counts every block of the process: it runs before other modules have gradients that they keep."""
-    items.sort(key=lambda item: item.path.name != "test_pool.py")
 
 
 @pytest.fixture(autouse=True)

@@ -300,14 +300,15 @@ static void run_case(const Case &c)
     verdict(p.ref.backend->experts[1](&p.ref, &a, &r) == FMOE_OK, "reference backward");
 
     // Roundings on the way: h, a, y, out forward; h, a, da, dh, the result backward; with adapters h, y, da and dx once
-    // more, and their rank-sized rows. A clamp's slope jumps where h rounds across the limit.
+    // more, and their rank-sized rows. A clamp's slope jumps where h rounds across the limit: single elements may be
+    // wrong by all of it, and the sum of squares holds the rest.
     const double adapted = (c.rank1 ? 1 : 0) + (c.rank2 ? 1 : 0);
     const double u = unit(c.dtype) * (1 + adapted / 2), wide = c.dtype == FMOE_F32 ? 1e-5 : 0;
     // The order of a sum, or an adapter's second rounding, may decide on which side of zero h is.
     const bool kink = c.act == FMOE_ACT_REGLU || c.act == FMOE_ACT_RELU;
     const bool jumps = (kink && c.rank1) || (c.act >= FMOE_ACT_SWIGLU_CLAMP && c.act <= FMOE_ACT_SWIGLU_CLAMP_OUT);
     const double l2 = 3 * u + wide, peak = 6 * u + wide, l2b = (jumps ? 20 : 4) * u + wide,
-                 peakb = kink ? 1 : (jumps ? 40 : 10) * u + wide;
+                 peakb = kink || jumps ? 1 : 10 * u + wide;
     compare("out", out, l2, peak);
     if (c.dx) compare("dx", dx, l2b, peakb);
     // A dot product of I terms may cancel; few of them do not average that out.

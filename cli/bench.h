@@ -25,7 +25,7 @@ typedef struct bench_case {
     void *state;
     double forward_flops, backward_flops;
     double forward_bytes, backward_bytes;
-    const void *experts; /* the layer's fmoe_experts_args, for peers to run too; NULL: another operation */
+    const void *experts;         /* the layer's fmoe_experts_args, for peers to run too; NULL: another operation */
     void (*packed)(void *state); /* the forward with packed weights, or NULL */
     /* Seconds that a sweep over the weights takes that the forward reads, as they are or packed; NULL: none. */
     double (*sweep)(void *state, bool packed);

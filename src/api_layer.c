@@ -17,10 +17,8 @@ typedef struct weight_names {
 static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
 
 #define WEIGHT_NAMES(shared, grad, d)                                                                                  \
-    {                                                                                                                  \
-        shared, grad, d "w1", d "b1", d "w2", d "b2", d "gate", d "up", d "down", d "lora_a1", d "lora_b1",            \
-            d "lora_a2", d "lora_b2", d "packed", d "reserved"                                                         \
-    }
+    {shared,   grad,        d "w1",      d "b1",      d "w2",      d "b2",     d "gate",    d "up",                    \
+     d "down", d "lora_a1", d "lora_b1", d "lora_a2", d "lora_b2", d "packed", d "reserved"}
 
 static const weight_names experts_names = WEIGHT_NAMES(false, false, "");
 static const weight_names experts_grad_names = WEIGHT_NAMES(false, true, "d");

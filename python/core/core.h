@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * core.h - the extension module fusedmoe._core: the C API for Python, in the limited API (one binary for CPython >= 3.10).
+ * core.h - the extension module fusedmoe._core: the C API for Python, in the limited API (one binary from CPython 3.10
+ * on).
  *
  *   module.c   plans, sizes, descriptions, the pool: the small functions of the module
  *   run.c      one table of all run functions, and `run`, which fills their argument structs
@@ -10,7 +11,8 @@
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #include <pyconfig.h>
-#if !defined Py_LIMITED_API && !defined Py_GIL_DISABLED /* a free-threaded Python has no limited API: a binary of its own */
+/* A free-threaded Python has no limited API: a binary of its own. */
+#if !defined Py_LIMITED_API && !defined Py_GIL_DISABLED
 #define Py_LIMITED_API 0x030A0000
 #endif
 #include <Python.h>
@@ -22,7 +24,8 @@
 #include "fusedmoe.h"
 #include "pool.h"
 
-PyObject *core_fail(fmoe_status s, const char *text); /* raises; text: fmoe_last_error(), or the same in Python's words */
+/* Raises; text: fmoe_last_error(), or the same in Python's words. */
+PyObject *core_fail(fmoe_status s, const char *text);
 
 /* ---- tensors.c ---- */
 
@@ -72,7 +75,8 @@ typedef struct {
 void call_begin(call *c, Py_ssize_t capacity); /* c->tensors is NULL afterwards where there is no memory */
 void call_end(call *c);
 fmoe_tensor *take(call *c, PyObject *o, layout as); /* NULL: an exception is set */
-void take_transposed(call *c, const fmoe_tensor *t); /* [E,K,N] as [E,N,K], without touching what torch's tensor says of itself */
+/* [E,K,N] as [E,N,K], without touching what torch's tensor says of itself. */
+void take_transposed(call *c, const fmoe_tensor *t);
 size_t tensor_bytes(const fmoe_tensor *t);
 extern int use_exchange;
 
@@ -83,7 +87,8 @@ int npu_stream(int index, fmoe_run *run);
 const char *npu_problem(void); /* of the last call that went through the queue; "": none */
 bool npu_has_queue(void);
 void torch_parallel(void *parallel_for, int n, void (*fn)(void *, int), void *arg);
-void *find_torch_parallel_for(void); /* NULL when torch is older, or not there: it is found only where it has been loaded already */
+/* NULL when torch is older, or not there: it is found only where it has been loaded already. */
+void *find_torch_parallel_for(void);
 
 /* ---- run.c ---- */
 

@@ -1,17 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * module.c - the functions of fusedmoe._core beside `run`: plans, sizes, what the machine has, memory that is used again. A status
- * other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text. */
+ * module.c - the functions of fusedmoe._core beside `run`: plans, sizes, what the machine has, memory that is used
+ * again. A status other than FMOE_OK becomes a Python exception with fmoe_last_error() as its text. */
 #include "core.h"
 #include "pages.h"
 #pragma weak fmoe_cpu_ceiling_gflops /* experimental: a library without them will do */
 #pragma weak fmoe_cpu_stream_gbytes
 
-PyObject *core_fail(fmoe_status s, const char *text) {
+PyObject *core_fail(fmoe_status s, const char *text)
+{
     PyObject *type = PyExc_RuntimeError;
     switch (s) {
-    case FMOE_ERR_ARG: case FMOE_ERR_NULL: case FMOE_ERR_SHAPE: case FMOE_ERR_STRIDE: case FMOE_ERR_ALIGN: case FMOE_ERR_ALIAS: case FMOE_ERR_PLAN:
-        type = PyExc_ValueError; break;
+    case FMOE_ERR_ARG:
+    case FMOE_ERR_NULL:
+    case FMOE_ERR_SHAPE:
+    case FMOE_ERR_STRIDE:
+    case FMOE_ERR_ALIGN:
+    case FMOE_ERR_ALIAS:
+    case FMOE_ERR_PLAN: type = PyExc_ValueError; break;
     case FMOE_ERR_DTYPE: type = PyExc_TypeError; break;
     case FMOE_ERR_INDEX: type = PyExc_IndexError; break;
     case FMOE_ERR_OVERFLOW: type = PyExc_OverflowError; break;
@@ -24,7 +30,8 @@ PyObject *core_fail(fmoe_status s, const char *text) {
 
 static PyObject *fail(fmoe_status s) { return core_fail(s, fmoe_last_error()); }
 
-static PyObject *core_plan(PyObject *self, PyObject *args) {
+static PyObject *core_plan(PyObject *self, PyObject *args)
+{
     (void)self;
     fmoe_desc d = FMOE_DESC_INIT;
     int op, dtype, device, id, act, threads;
@@ -32,8 +39,8 @@ static PyObject *core_plan(PyObject *self, PyObject *args) {
     long long H, I, E, k, K, n, shared_I, rank1, rank2;
     double alpha, limit;
     PyObject *rule = Py_None;
-    if (!PyArg_ParseTuple(args, "iiiiLLLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I, &rank1, &rank2,
-                          &act, &flags, &alpha, &limit, &rule, &threads))
+    if (!PyArg_ParseTuple(args, "iiiiLLLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I,
+                          &rank1, &rank2, &act, &flags, &alpha, &limit, &rule, &threads))
         return NULL;
     d.op = op, d.dtype = dtype, d.device = (fmoe_device){device, id};
     d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I, d.rank1 = rank1, d.rank2 = rank2;
@@ -41,8 +48,8 @@ static PyObject *core_plan(PyObject *self, PyObject *args) {
     if (device == FMOE_CPU && (d.parallel_ctx = find_torch_parallel_for())) d.parallel = torch_parallel;
     if (rule != Py_None) {
         fmoe_route_rule *r = &d.route;
-        if (!PyArg_ParseTuple(rule, "iiiiiidd", &r->score, &r->renormalize, &r->group_score, &r->groups, &r->topk_groups,
-                              &r->excluded_zero, &r->eps, &r->scale))
+        if (!PyArg_ParseTuple(rule, "iiiiiidd", &r->score, &r->renormalize, &r->group_score, &r->groups,
+                              &r->topk_groups, &r->excluded_zero, &r->eps, &r->scale))
             return NULL;
     }
     fmoe_plan plan = 0;
@@ -53,7 +60,8 @@ static PyObject *core_plan(PyObject *self, PyObject *args) {
     return s == FMOE_OK ? PyLong_FromUnsignedLongLong(plan) : fail(s);
 }
 
-static PyObject *core_plan_destroy(PyObject *self, PyObject *arg) {
+static PyObject *core_plan_destroy(PyObject *self, PyObject *arg)
+{
     (void)self;
     fmoe_plan plan = PyLong_AsUnsignedLongLong(arg);
     if (PyErr_Occurred()) return NULL;
@@ -62,7 +70,8 @@ static PyObject *core_plan_destroy(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *core_workspace_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static PyObject *core_workspace_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
     (void)self;
     if (n != 3) return PyErr_Format(PyExc_TypeError, "workspace_bytes(plan, pass, T)");
     fmoe_plan plan = PyLong_AsUnsignedLongLong(args[0]);
@@ -75,7 +84,8 @@ static PyObject *core_workspace_bytes(PyObject *self, PyObject *const *args, Py_
 }
 
 /* With a tensor (on the CPU): clear what the run will not write, so that equal calls save equal bytes. */
-static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
     (void)self;
     if (n != 2 && n != 3) return PyErr_Format(PyExc_TypeError, "saved_bytes(plan, T, tensor=None)");
     fmoe_plan plan = PyLong_AsUnsignedLongLong(args[0]);
@@ -88,14 +98,16 @@ static PyObject *core_saved_bytes(PyObject *self, PyObject *const *args, Py_ssiz
         call c;
         call_begin(&c, 1);
         const fmoe_tensor *t = take(&c, args[2], AS_IS);
-        if (t && t->device.type == FMOE_CPU && tensor_bytes(t) > bytes) memset((char *)t->data + bytes, 0, tensor_bytes(t) - bytes);
+        if (t && t->device.type == FMOE_CPU && tensor_bytes(t) > bytes)
+            memset((char *)t->data + bytes, 0, tensor_bytes(t) - bytes);
         call_end(&c);
         if (!t) return NULL;
     }
     return PyLong_FromSize_t(bytes);
 }
 
-static PyObject *core_describe(PyObject *self, PyObject *arg) {
+static PyObject *core_describe(PyObject *self, PyObject *arg)
+{
     (void)self;
     fmoe_plan plan = PyLong_AsUnsignedLongLong(arg);
     if (PyErr_Occurred()) return NULL;
@@ -109,7 +121,8 @@ static PyObject *core_describe(PyObject *self, PyObject *arg) {
     return result;
 }
 
-static PyObject *core_info(PyObject *self, PyObject *none) {
+static PyObject *core_info(PyObject *self, PyObject *none)
+{
     (void)self, (void)none;
     const size_t n = fmoe_info(NULL, 0);
     char *text = malloc(n + 1);
@@ -120,12 +133,14 @@ static PyObject *core_info(PyObject *self, PyObject *none) {
     return result;
 }
 
-static PyObject *core_cpu_isa(PyObject *self, PyObject *none) {
+static PyObject *core_cpu_isa(PyObject *self, PyObject *none)
+{
     (void)self, (void)none;
     return PyUnicode_FromString(fmoe_cpu_isa());
 }
 
-static PyObject *core_set_max_isa(PyObject *self, PyObject *arg) {
+static PyObject *core_set_max_isa(PyObject *self, PyObject *arg)
+{
     (void)self;
     const char *name = arg == Py_None ? NULL : PyUnicode_AsUTF8AndSize(arg, NULL);
     if (PyErr_Occurred()) return NULL;
@@ -134,7 +149,8 @@ static PyObject *core_set_max_isa(PyObject *self, PyObject *arg) {
     Py_RETURN_NONE;
 }
 
-static PyObject *core_ceiling(PyObject *self, PyObject *args) {
+static PyObject *core_ceiling(PyObject *self, PyObject *args)
+{
     (void)self;
     int dtype, threads;
     double gflops = 0, gbytes = 0;
@@ -146,8 +162,10 @@ static PyObject *core_ceiling(PyObject *self, PyObject *args) {
     return Py_BuildValue("dd", gflops, gbytes);
 }
 
-/* None where the pool is not for it: small, on a device, or of a torch without the exchange table. With a number: that many bytes. */
-static PyObject *core_empty_like(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+/* None where the pool is not for it: small, on a device, or of a torch without the exchange table. With a number: that
+ * many bytes. */
+static PyObject *core_empty_like(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
     (void)self;
     if (n != 1 && n != 2) return PyErr_Format(PyExc_TypeError, "empty_like(tensor, bytes=None)");
     int64_t bytes = n == 2 ? PyLong_AsLongLong(args[1]) : 0;
@@ -168,23 +186,27 @@ static PyObject *core_empty_like(PyObject *self, PyObject *const *args, Py_ssize
     Py_RETURN_NONE;
 }
 
-static PyObject *core_empty_cache(PyObject *self, PyObject *none) {
+static PyObject *core_empty_cache(PyObject *self, PyObject *none)
+{
     (void)self, (void)none;
     return PyLong_FromSize_t(pool_empty());
 }
 
-static PyObject *core_pool(PyObject *self, PyObject *none) {
+static PyObject *core_pool(PyObject *self, PyObject *none)
+{
     (void)self, (void)none;
     const pool_counts now = pool_count();
     return Py_BuildValue("nnn", (Py_ssize_t)now.live, (Py_ssize_t)now.free, (Py_ssize_t)now.peak);
 }
 
-static PyObject *core_huge_pages(PyObject *self, PyObject *none) {
+static PyObject *core_huge_pages(PyObject *self, PyObject *none)
+{
     (void)self, (void)none;
     return PyLong_FromSize_t(pages_moved());
 }
 
-static PyObject *core_pool_from(PyObject *self, PyObject *arg) {
+static PyObject *core_pool_from(PyObject *self, PyObject *arg)
+{
     (void)self;
     const size_t was = pool_from, now = PyLong_AsSize_t(arg);
     if (PyErr_Occurred()) return NULL;
@@ -192,7 +214,8 @@ static PyObject *core_pool_from(PyObject *self, PyObject *arg) {
     return PyLong_FromSize_t(was);
 }
 
-static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
+static PyObject *core_use_exchange(PyObject *self, PyObject *arg)
+{
     (void)self;
     int was = use_exchange, now = PyObject_IsTrue(arg);
     if (now < 0) return NULL;
@@ -200,7 +223,8 @@ static PyObject *core_use_exchange(PyObject *self, PyObject *arg) {
     return PyBool_FromLong(was);
 }
 
-static PyObject *core_use_queue(PyObject *self, PyObject *arg) {
+static PyObject *core_use_queue(PyObject *self, PyObject *arg)
+{
     (void)self;
     int was = use_queue && npu_has_queue(), now = PyObject_IsTrue(arg);
     if (now < 0) return NULL;
@@ -210,29 +234,38 @@ static PyObject *core_use_queue(PyObject *self, PyObject *arg) {
 
 static PyMethodDef methods[] = {
     {"run", (PyCFunction)(void (*)(void))core_run, METH_FASTCALL, "run(op, plan, flags, stream, workspace, *slots)"},
-    {"plan", core_plan, METH_VARARGS, "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, rank1, rank2, act, flags, alpha, limit, rule, threads)"},
+    {"plan", core_plan, METH_VARARGS,
+     "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, rank1, rank2, act, flags, alpha, limit, rule, threads)"},
     {"plan_destroy", core_plan_destroy, METH_O, "plan_destroy(plan)"},
-    {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL, "workspace_bytes(plan, pass, T)"},
+    {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL,
+     "workspace_bytes(plan, pass, T)"},
     {"saved_bytes", (PyCFunction)(void (*)(void))core_saved_bytes, METH_FASTCALL, "saved_bytes(plan, T, tensor=None)"},
     {"describe", core_describe, METH_O, "describe(plan): which kernels will run and why"},
     {"info", core_info, METH_NOARGS, "What this machine and this library have"},
     {"cpu_isa", core_cpu_isa, METH_NOARGS, "The CPU kernel level of new plans"},
     {"set_max_isa", core_set_max_isa, METH_O, "Cap the CPU kernel level of new plans; None: no cap"},
-    {"empty_like", (PyCFunction)(void (*)(void))core_empty_like, METH_FASTCALL, "empty_like(tensor, bytes=None): in memory that is used again; None: too small for that, or not on a CPU"},
-    {"empty_cache", core_empty_cache, METH_NOARGS, "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
+    {"empty_like", (PyCFunction)(void (*)(void))core_empty_like, METH_FASTCALL,
+     "empty_like(tensor, bytes=None): in memory that is used again; None: too small for that, or not on a CPU"},
+    {"empty_cache", core_empty_cache, METH_NOARGS,
+     "Give the memory that was kept for the next gradients back to the system; returns how many bytes"},
     {"pool", core_pool, METH_NOARGS, "Bytes in use, free, and the largest amount that was in use at once"},
     {"pool_from", core_pool_from, METH_O, "Tensors of that many bytes come from the pool; returns what was"},
     {"huge_pages", core_huge_pages, METH_NOARGS, "Bytes of weights that were moved into huge pages"},
-    {"ceiling", core_ceiling, METH_VARARGS, "ceiling(dtype, threads): GFLOP/s of a register-only loop and GB/s of a read of memory on this CPU, measured; 0: not known"},
-    {"use_exchange", core_use_exchange, METH_O, "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
-    {"use_queue", core_use_queue, METH_O, "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
+    {"ceiling", core_ceiling, METH_VARARGS,
+     "ceiling(dtype, threads): GFLOP/s of a register-only loop and GB/s of a read of memory on this CPU, measured; 0: "
+     "not known"},
+    {"use_exchange", core_use_exchange, METH_O,
+     "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
+    {"use_queue", core_use_queue, METH_O,
+     "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
     {NULL, NULL, 0, NULL},
 };
 
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "fusedmoe._core", "The C library of fusedmoe", -1, methods,
-                                    NULL, NULL, NULL, NULL};
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "fusedmoe._core", "The C library of fusedmoe", -1, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__core(void) {
+PyMODINIT_FUNC PyInit__core(void)
+{
     PyObject *m = PyModule_Create(&module);
     if (!m || pool_init()) return m ? PyErr_NoMemory() : NULL;
     pages_init();

@@ -2,15 +2,16 @@
  *
  * run.c - every run function of the library as one call: run(op, plan, flags, stream, workspace, *slots).
  *
- * A slot is a tensor, a list of tensors, a number or None; OPS says which field of which struct it fills. workspace is a tensor,
- * or (CPU only) the number of rows it is for, and it is allocated here. */
+ * A slot is a tensor, a list of tensors, a number or None; OPS says which field of which struct it fills. workspace is
+ * a tensor, or (CPU only) the number of rows it is for, and it is allocated here. */
 #include "core.h"
 #include "pages.h"
 
 /* ---- The operations -------------------------------------------------------------------------------------- */
 
-/* Kinds of slots beside layouts (core.h). BYTES: void * followed by size_t. WEIGHTS: fmoe_weights, see take_weights; PLAIN: those
- * of the shared expert, which have no other form; GRADS and PLAIN_GRADS: their gradients, which are written. */
+/* Kinds of slots beside layouts (core.h). BYTES: void * followed by size_t. WEIGHTS: fmoe_weights, see take_weights;
+ * PLAIN: those of the shared expert, which have no other form; GRADS and PLAIN_GRADS: their gradients, which are
+ * written. */
 enum { BYTES = IDS + 1, INT32, FLOAT, WEIGHTS, PLAIN, GRADS, PLAIN_GRADS, MAX_SLOTS = 32 };
 
 /* Flags beside those of the run: how weights are given. Also in ops.py. */
@@ -34,9 +35,10 @@ typedef struct {
 } op_entry;
 
 /* One adapter a function: calling through a pointer of another type would be undefined. */
-#define ADAPT(op, pass, type)                                                                                             \
-    static fmoe_status run_##op##_##pass(fmoe_plan p, const void *a, const fmoe_run *r) {                                \
-        return fmoe_##op##_##pass(p, (const fmoe_##type##_args *)a, r);                                                  \
+#define ADAPT(op, pass, type)                                                                                          \
+    static fmoe_status run_##op##_##pass(fmoe_plan p, const void *a, const fmoe_run *r)                                \
+    {                                                                                                                  \
+        return fmoe_##op##_##pass(p, (const fmoe_##type##_args *)a, r);                                                \
     }
 #define BOTH(op, type) ADAPT(op, forward, type) ADAPT(op, backward, type)
 BOTH(route, route)
@@ -49,8 +51,14 @@ BOTH(block, block)
 
 #define FORWARD(NAME, op, type, ...) ENTRY(NAME "_FORWARD", op, FMOE_FORWARD, forward, type, __VA_ARGS__)
 #define BACKWARD(NAME, op, type, ...) ENTRY(NAME "_BACKWARD", op, FMOE_BACKWARD, backward, type, __VA_ARGS__)
-#define ENTRY(NAME, op, PASS, pass, type, ...)                                                                            \
-    {NAME, #op, PASS, run_##op##_##pass, sizeof(fmoe_##type##_args), (int)(sizeof((slot[]){__VA_ARGS__}) / sizeof(slot)), {__VA_ARGS__}}
+#define ENTRY(NAME, op, PASS, pass, type, ...)                                                                         \
+    {                                                                                                                  \
+        NAME, #op, PASS, run_##op##_##pass, sizeof(fmoe_##type##_args),                                                \
+            (int)(sizeof((slot[]){__VA_ARGS__}) / sizeof(slot)),                                                       \
+        {                                                                                                              \
+            __VA_ARGS__                                                                                                \
+        }                                                                                                              \
+    }
 #define NAMED(type, field, kind, name) {offsetof(fmoe_##type##_args, field), kind, name}
 #define ROUTE(field, kind) NAMED(route, field, kind, #field)
 #define PERMUTE(field, kind) NAMED(permute, field, kind, #field)
@@ -61,42 +69,48 @@ BOTH(block, block)
 #define BLOCK(field, kind) NAMED(block, field, kind, #field)
 
 static const op_entry OPS[] = {
-    FORWARD("ROUTE", route, route, ROUTE(logits, ROWS), ROUTE(select_bias, COMPACT), ROUTE(ids, IDS), ROUTE(weights, AS_IS),
-            ROUTE(bad_rows, AS_IS)),
-    BACKWARD("ROUTE", route, route, ROUTE(logits, ROWS), ROUTE(select_bias, COMPACT), ROUTE(ids, IDS), ROUTE(dweights, COMPACT),
-             ROUTE(dlogits, AS_IS)),
+    FORWARD("ROUTE", route, route, ROUTE(logits, ROWS), ROUTE(select_bias, COMPACT), ROUTE(ids, IDS),
+            ROUTE(weights, AS_IS), ROUTE(bad_rows, AS_IS)),
+    BACKWARD("ROUTE", route, route, ROUTE(logits, ROWS), ROUTE(select_bias, COMPACT), ROUTE(ids, IDS),
+             ROUTE(dweights, COMPACT), ROUTE(dlogits, AS_IS)),
     FORWARD("PERMUTE", permute, permute, PERMUTE(x, ROWS), PERMUTE(ids, IDS), PERMUTE(xp, AS_IS), PERMUTE(map, AS_IS),
             PERMUTE(counts, AS_IS)),
     BACKWARD("PERMUTE", permute, permute, PERMUTE(x, AS_IS), PERMUTE(xp, ROWS), NAMED(permute, map, IDS, "row_map")),
     FORWARD("UNPERMUTE", unpermute, unpermute, UNPERMUTE(y, ROWS), NAMED(unpermute, map, IDS, "row_map"),
             NAMED(unpermute, weights, COMPACT, "p"), UNPERMUTE(out, AS_IS)),
     BACKWARD("UNPERMUTE", unpermute, unpermute, UNPERMUTE(y, ROWS), NAMED(unpermute, map, IDS, "row_map"),
-             NAMED(unpermute, weights, COMPACT, "p"), UNPERMUTE(dout, ROWS), UNPERMUTE(dy, AS_IS), UNPERMUTE(dweights, AS_IS)),
-    FORWARD("GROUPED_MATMUL", grouped_matmul, gmm, GMM(x, ROWS), GMM(w, MATRIX), GMM(bias, ROWS), GMM(sizes, IDS), GMM(y, AS_IS),
-            GMM(cumulative, INT32), GMM(list, INT32)),
-    BACKWARD("GROUPED_MATMUL", grouped_matmul, gmm, GMM(x, ROWS), GMM(w, MATRIX), GMM(sizes, IDS), GMM(dy, ROWS), GMM(dx, AS_IS),
-             GMM(dw, AS_IS), GMM(dbias, AS_IS), GMM(cumulative, INT32), GMM(list, INT32)),
+             NAMED(unpermute, weights, COMPACT, "p"), UNPERMUTE(dout, ROWS), UNPERMUTE(dy, AS_IS),
+             UNPERMUTE(dweights, AS_IS)),
+    FORWARD("GROUPED_MATMUL", grouped_matmul, gmm, GMM(x, ROWS), GMM(w, MATRIX), GMM(bias, ROWS), GMM(sizes, IDS),
+            GMM(y, AS_IS), GMM(cumulative, INT32), GMM(list, INT32)),
+    BACKWARD("GROUPED_MATMUL", grouped_matmul, gmm, GMM(x, ROWS), GMM(w, MATRIX), GMM(sizes, IDS), GMM(dy, ROWS),
+             GMM(dx, AS_IS), GMM(dw, AS_IS), GMM(dbias, AS_IS), GMM(cumulative, INT32), GMM(list, INT32)),
     FORWARD("ACTIVATION", activation, activation, ACT(h, ROWS), ACT(a, AS_IS)),
     BACKWARD("ACTIVATION", activation, activation, ACT(h, ROWS), ACT(da, ROWS), ACT(dh, AS_IS)),
-    FORWARD("EXPERTS", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS), NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS),
-            EXPERTS(out, AS_IS), EXPERTS(saved, BYTES), EXPERTS(w.lora_scale1, FLOAT), EXPERTS(w.lora_scale2, FLOAT)),
-    BACKWARD("EXPERTS", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS), NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS),
-             EXPERTS(saved, BYTES), EXPERTS(dout, ROWS), EXPERTS(dx, AS_IS), EXPERTS(dweights, AS_IS), EXPERTS(dw, GRADS),
-             EXPERTS(w.lora_scale1, FLOAT), EXPERTS(w.lora_scale2, FLOAT)),
-    FORWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(b_router, COMPACT), BLOCK(select_bias, COMPACT),
-            BLOCK(w, WEIGHTS), BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX), BLOCK(logits, AS_IS), BLOCK(ids, AS_IS),
-            BLOCK(weights, AS_IS), BLOCK(out, AS_IS), BLOCK(saved, BYTES)),
-    BACKWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(select_bias, COMPACT), BLOCK(w, WEIGHTS),
-             BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX), BLOCK(logits, ROWS), BLOCK(ids, IDS), BLOCK(weights, COMPACT),
-             BLOCK(saved, BYTES), BLOCK(dout, ROWS), BLOCK(dlogits, ROWS), BLOCK(dx, AS_IS), BLOCK(dw_router, AS_IS),
-             BLOCK(db_router, AS_IS), BLOCK(dw, GRADS), BLOCK(dshared, PLAIN_GRADS), BLOCK(dshared_gate, AS_IS)),
+    FORWARD("EXPERTS", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS), NAMED(experts, weights, COMPACT, "p"),
+            EXPERTS(w, WEIGHTS), EXPERTS(out, AS_IS), EXPERTS(saved, BYTES), EXPERTS(w.lora_scale1, FLOAT),
+            EXPERTS(w.lora_scale2, FLOAT)),
+    BACKWARD("EXPERTS", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS), NAMED(experts, weights, COMPACT, "p"),
+             EXPERTS(w, WEIGHTS), EXPERTS(saved, BYTES), EXPERTS(dout, ROWS), EXPERTS(dx, AS_IS),
+             EXPERTS(dweights, AS_IS), EXPERTS(dw, GRADS), EXPERTS(w.lora_scale1, FLOAT),
+             EXPERTS(w.lora_scale2, FLOAT)),
+    FORWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(b_router, COMPACT),
+            BLOCK(select_bias, COMPACT), BLOCK(w, WEIGHTS), BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX),
+            BLOCK(logits, AS_IS), BLOCK(ids, AS_IS), BLOCK(weights, AS_IS), BLOCK(out, AS_IS), BLOCK(saved, BYTES)),
+    BACKWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(select_bias, COMPACT),
+             BLOCK(w, WEIGHTS), BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX), BLOCK(logits, ROWS), BLOCK(ids, IDS),
+             BLOCK(weights, COMPACT), BLOCK(saved, BYTES), BLOCK(dout, ROWS), BLOCK(dlogits, ROWS), BLOCK(dx, AS_IS),
+             BLOCK(dw_router, AS_IS), BLOCK(db_router, AS_IS), BLOCK(dw, GRADS), BLOCK(dshared, PLAIN_GRADS),
+             BLOCK(dshared_gate, AS_IS)),
 };
 enum { N_OPS = sizeof OPS / sizeof *OPS };
 
-int core_add_ops(PyObject *module) {
+int core_add_ops(PyObject *module)
+{
     PyObject *passes = PyTuple_New(N_OPS);
     for (long i = 0; passes && i < N_OPS; i++)
-        if (PyModule_AddIntConstant(module, OPS[i].constant, i) || PyTuple_SetItem(passes, i, PyLong_FromLong(OPS[i].pass))) {
+        if (PyModule_AddIntConstant(module, OPS[i].constant, i) ||
+            PyTuple_SetItem(passes, i, PyLong_FromLong(OPS[i].pass))) {
             Py_DECREF(passes);
             return -1;
         }
@@ -105,14 +119,20 @@ int core_add_ops(PyObject *module) {
 
 /* ---- Slots ----------------------------------------------------------------------------------------------- */
 
-static Py_ssize_t list_size(PyObject *o) { /* -1: not a list */
+/* -1: not a list. */
+static Py_ssize_t list_size(PyObject *o)
+{
     return PyList_Check(o) ? PyList_Size(o) : PyTuple_Check(o) ? PyTuple_Size(o) : -1;
 }
 
-static PyObject *list_item(PyObject *o, Py_ssize_t i) { return PyList_Check(o) ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i); }
+static PyObject *list_item(PyObject *o, Py_ssize_t i)
+{
+    return PyList_Check(o) ? PyList_GetItem(o, i) : PyTuple_GetItem(o, i);
+}
 
 /* Entries [from, to) of a list, as an array; NULL in *out where there is none, or the first is None. */
-static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, layout as, const fmoe_tensor **out) {
+static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, layout as, const fmoe_tensor **out)
+{
     *out = NULL;
     if (from == to || list_item(list, from) == Py_None) return 0;
     *out = &c->tensors[c->n];
@@ -125,18 +145,23 @@ static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, la
 }
 
 /* length: of every list of tensors so far, for the library reads all to the same; 0: none yet. */
-static int take_slot(call *c, PyObject *o, layout as, Py_ssize_t *length, const fmoe_tensor **out) {
+static int take_slot(call *c, PyObject *o, layout as, Py_ssize_t *length, const fmoe_tensor **out)
+{
     const Py_ssize_t n = list_size(o);
     if (n > 0 && *length && n != *length)
-        return PyErr_Format(PyExc_ValueError, "%s: %s is a list of %zd tensors beside one of %zd", c->op, c->argument, n, *length), -1;
+        return PyErr_Format(PyExc_ValueError, "%s: %s is a list of %zd tensors beside one of %zd", c->op, c->argument,
+                            n, *length),
+               -1;
     if (n > 0) *length = n;
     if (n >= 0) return take_part(c, o, 0, n, as, out);
     return (*out = take(c, o, as)) ? 0 : -1;
 }
 
-/* w is [w1, w2] or [w1, w2, b1, b2]; with LIST, the gates (unless UNGATED), ups and downs of all experts one after the other; then
- * a1, b1 with LORA1 and a2, b2 with LORA2. None in the place of a gradient (of a part of the list) that nobody wants. */
-static int take_weights(call *c, PyObject *list, unsigned form, bool grads, fmoe_weights *w) {
+/* w is [w1, w2] or [w1, w2, b1, b2]; with LIST, the gates (unless UNGATED), ups and downs of all experts one after the
+ * other; then a1, b1 with LORA1 and a2, b2 with LORA2. None in the place of a gradient (of a part of the list) that
+ * nobody wants. */
+static int take_weights(call *c, PyObject *list, unsigned form, bool grads, fmoe_weights *w)
+{
     const layout matrix = grads ? AS_IS : MATRIX, bias = grads ? AS_IS : ROWS;
     Py_ssize_t n = list_size(list);
     if (n < 0) return PyErr_Format(PyExc_TypeError, "%s: %s is not a list of tensors", c->op, c->argument), -1;
@@ -161,7 +186,9 @@ error:
 }
 
 /* All slots into the struct of the call. *weights: the layer's own, NULL for an operation without. */
-static int take_slots(call *c, const op_entry *op, PyObject *const *slots, unsigned form, char *args, const fmoe_weights **weights) {
+static int take_slots(call *c, const op_entry *op, PyObject *const *slots, unsigned form, char *args,
+                      const fmoe_weights **weights)
+{
     Py_ssize_t length = 0;
     c->op = op->name;
     for (int i = 0; i < op->n; i++) {
@@ -194,11 +221,12 @@ static int take_slots(call *c, const op_entry *op, PyObject *const *slots, unsig
 enum { OFFSET = 64 }; /* a workspace at the same place of a page as gradients costs 1 % */
 
 typedef struct {
-    void *small; /* a workspace of ours, */
+    void *small;       /* a workspace of ours, */
     pool_block *large; /* or a large one */
 } workspace;
 
-static int take_workspace(call *c, const op_entry *op, fmoe_plan plan, PyObject *given, fmoe_run *run, workspace *own) {
+static int take_workspace(call *c, const op_entry *op, fmoe_plan plan, PyObject *given, fmoe_run *run, workspace *own)
+{
     if (given == Py_None) return 0;
     if (!PyLong_Check(given)) {
         const fmoe_tensor *t = take(c, given, AS_IS);
@@ -212,30 +240,35 @@ static int take_workspace(call *c, const op_entry *op, fmoe_plan plan, PyObject 
     const fmoe_status s = fmoe_workspace_bytes(plan, op->pass, rows, &run->workspace_bytes);
     if (s != FMOE_OK) return core_fail(s, fmoe_last_error()), -1;
     if (run->workspace_bytes < pool_from) run->workspace = own->small = malloc(run->workspace_bytes);
-    else if ((own->large = pool_take(run->workspace_bytes + OFFSET, false))) run->workspace = (char *)own->large->data + OFFSET;
+    else if ((own->large = pool_take(run->workspace_bytes + OFFSET, false)))
+        run->workspace = (char *)own->large->data + OFFSET;
     if (run->workspace_bytes && !run->workspace) return PyErr_NoMemory(), -1;
     return 0;
 }
 
-static int take_stream(const call *c, PyObject *given, fmoe_run *run) {
+static int take_stream(const call *c, PyObject *given, fmoe_run *run)
+{
     if (given != Py_None) {
         run->stream = PyLong_AsVoidPtr(given);
         return PyErr_Occurred() ? -1 : 0;
     }
     if (c->device.type == FMOE_ASCEND) return npu_stream(c->device.id, run);
     if (c->device.type != FMOE_CUDA) return 0;
-    if (c->api && c->api->current_stream) return c->api->current_stream(c->device.type, c->device.id, &run->stream) ? -1 : 0;
+    if (c->api && c->api->current_stream)
+        return c->api->current_stream(c->device.type, c->device.id, &run->stream) ? -1 : 0;
     PyErr_SetString(PyExc_RuntimeError, "fusedmoe: this torch does not tell its CUDA stream; pass it");
     return -1;
 }
 
 /* What the library says, in Python's words: routing weights are p there. */
-static PyObject *fail_as(const op_entry *op, fmoe_status s) {
+static PyObject *fail_as(const op_entry *op, fmoe_status s)
+{
     const char *said = fmoe_last_error();
     char text[1024];
     for (int i = 0; i < op->n; i++) {
         const size_t n = strlen("weights");
-        if (strcmp(op->slots[i].name, "p") || strncmp(said, "weights", n) || (said[n] != ' ' && said[n] != ':')) continue;
+        if (strcmp(op->slots[i].name, "p") || strncmp(said, "weights", n) || (said[n] != ' ' && said[n] != ':'))
+            continue;
         snprintf(text, sizeof text, "p%s", said + n);
         said = text;
         break;
@@ -243,7 +276,8 @@ static PyObject *fail_as(const op_entry *op, fmoe_status s) {
     return core_fail(s, said);
 }
 
-PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
+PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
+{
     (void)self;
     if (n_args < 5) return PyErr_Format(PyExc_TypeError, "run(op, plan, flags, stream, workspace, *slots)");
     long index = PyLong_AsLong(args[0]);
@@ -277,8 +311,8 @@ PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args) {
     const fmoe_weights *weights = NULL;
     workspace own = {NULL, NULL};
     fmoe_status s = FMOE_OK;
-    const bool taken = !take_slots(&c, op, slots, form, a.bytes, &weights) && !take_workspace(&c, op, plan, args[4], &run, &own) &&
-                       !take_stream(&c, args[3], &run);
+    const bool taken = !take_slots(&c, op, slots, form, a.bytes, &weights) &&
+                       !take_workspace(&c, op, plan, args[4], &run, &own) && !take_stream(&c, args[3], &run);
     if (taken && c.device.type == FMOE_CPU) {
         Py_BEGIN_ALLOW_THREADS
         if (weights) pages_look_at(weights->w1), pages_look_at(weights->w2);

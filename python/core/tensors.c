@@ -2,8 +2,8 @@
  *
  * tensors.c - tensors of Python, as the library takes them.
  *
- * They come in through DLPack's C exchange table (torch >= 2.10: no capsule, no reference count, no synchronisation) or, from
- * types without one, through data_ptr(), shape, stride(), dtype and device. */
+ * They come in through DLPack's C exchange table (torch >= 2.10: no capsule, no reference count, no synchronisation)
+ * or, from types without one, through data_ptr(), shape, stride(), dtype and device. */
 #include "core.h"
 
 static struct {
@@ -13,7 +13,8 @@ static struct {
 static unsigned cache_next;
 int use_exchange = 1;
 
-static const exchange_api *look_up_api(PyTypeObject *type) {
+static const exchange_api *look_up_api(PyTypeObject *type)
+{
     PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
     if (!capsule) {
         PyErr_Clear();
@@ -27,7 +28,8 @@ static const exchange_api *look_up_api(PyTypeObject *type) {
     return api && h->version.major == 1 && api->tensor_from_py ? api : NULL;
 }
 
-static const exchange_api *api_of(PyObject *o) {
+static const exchange_api *api_of(PyObject *o)
+{
     PyTypeObject *type = Py_TYPE(o);
     for (int i = 0; i < 8; i++)
         if (cache[i].type == type) return cache[i].api;
@@ -42,7 +44,8 @@ static const exchange_api *api_of(PyObject *o) {
 
 /* ---- Without the table: ask the Python object ------------------------------------------------------------ */
 
-static int read_ints(PyObject *seq, int64_t *out) {
+static int read_ints(PyObject *seq, int64_t *out)
+{
     Py_ssize_t n = seq ? PySequence_Size(seq) : -1;
     if (n > MAX_RANK) PyErr_SetString(PyExc_ValueError, "fusedmoe: a tensor of more than 8 dimensions");
     if (n < 0 || n > MAX_RANK) return -1;
@@ -55,7 +58,8 @@ static int read_ints(PyObject *seq, int64_t *out) {
     return (int)n;
 }
 
-static int read_dtype(PyObject *o, fmoe_datatype *out) {
+static int read_dtype(PyObject *o, fmoe_datatype *out)
+{
     static const struct {
         const char *name;
         fmoe_datatype type;
@@ -77,7 +81,8 @@ static int read_dtype(PyObject *o, fmoe_datatype *out) {
     return rc;
 }
 
-static int read_device(PyObject *o, fmoe_device *out) {
+static int read_device(PyObject *o, fmoe_device *out)
+{
     PyObject *device = PyObject_GetAttrString(o, "device");
     PyObject *type = device ? PyObject_GetAttrString(device, "type") : NULL;
     PyObject *index = type ? PyObject_GetAttrString(device, "index") : NULL;
@@ -92,12 +97,14 @@ static int read_device(PyObject *o, fmoe_device *out) {
     return s && !PyErr_Occurred() ? 0 : -1;
 }
 
-static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims) {
+static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims)
+{
     PyObject *ptr = PyObject_CallMethod(o, "data_ptr", NULL);
     if (!ptr) return -1;
     out->data = PyLong_AsVoidPtr(ptr);
     Py_DECREF(ptr);
-    PyObject *shape = PyObject_GetAttrString(o, "shape"), *strides = shape ? PyObject_CallMethod(o, "stride", NULL) : NULL;
+    PyObject *shape = PyObject_GetAttrString(o, "shape"),
+             *strides = shape ? PyObject_CallMethod(o, "stride", NULL) : NULL;
     out->ndim = strides ? read_ints(shape, dims) : -1;
     out->shape = dims;
     out->strides = dims + MAX_RANK;
@@ -110,21 +117,24 @@ static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims) {
 
 /* ---- One call's tensors ---------------------------------------------------------------------------------- */
 
-void call_begin(call *c, Py_ssize_t capacity) {
+void call_begin(call *c, Py_ssize_t capacity)
+{
     c->dims = NULL, c->n = 0, c->n_transposed = 0, c->capacity = capacity, c->api = NULL, c->copies = NULL;
     c->op = c->argument = NULL, c->item = -1;
     c->device = (fmoe_device){FMOE_CPU, 0};
     c->tensors = capacity <= ON_STACK ? c->on_stack : malloc((size_t)capacity * sizeof *c->tensors);
 }
 
-void call_end(call *c) {
+void call_end(call *c)
+{
     free(c->dims);
     if (c->tensors != c->on_stack) free(c->tensors);
     Py_XDECREF(c->copies);
 }
 
 /* "experts: w[3]", in buffer. */
-static const char *argument_name(const call *c, char buffer[80]) {
+static const char *argument_name(const call *c, char buffer[80])
+{
     if (!c->op) return "fusedmoe: it";
     if (c->item < 0) snprintf(buffer, 80, "%s: %s", c->op, c->argument);
     else snprintf(buffer, 80, "%s: %s[%zd]", c->op, c->argument, c->item);
@@ -132,7 +142,8 @@ static const char *argument_name(const call *c, char buffer[80]) {
 }
 
 /* The exception that is set, of torch or of an attribute that is not there, in words about the argument. */
-static void not_taken(const call *c, PyObject *o) {
+static void not_taken(const call *c, PyObject *o)
+{
     char name[80];
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -150,7 +161,8 @@ static void not_taken(const call *c, PyObject *o) {
     Py_XDECREF(device);
 }
 
-static fmoe_tensor *view(call *c, PyObject *o) {
+static fmoe_tensor *view(call *c, PyObject *o)
+{
     fmoe_tensor *t = &c->tensors[c->n];
     const exchange_api *api = use_exchange ? api_of(o) : NULL;
     if (!api && !c->dims && !(c->dims = calloc((size_t)c->capacity, sizeof *c->dims))) {
@@ -166,9 +178,10 @@ static fmoe_tensor *view(call *c, PyObject *o) {
     return t;
 }
 
-/* Whether the library takes these strides: no two elements share memory, and the layout's own rule (src/tensor.c, which stays
- * the judge: what this lets pass by mistake is an error there). */
-static bool readable(const fmoe_tensor *t, layout as) {
+/* Whether the library takes these strides: no two elements share memory, and the layout's own rule (src/tensor.c, which
+ * stays the judge: what this lets pass by mistake is an error there). */
+static bool readable(const fmoe_tensor *t, layout as)
+{
     if (!t->strides || t->ndim < 1 || t->ndim > 3) return true;
     int order[3] = {0, 1, 2};
     for (int i = 0; i < t->ndim; i++)
@@ -198,10 +211,12 @@ static bool readable(const fmoe_tensor *t, layout as) {
 }
 
 /* The strides of dimensions that have one entry mean nothing, and may be anything: as a compact tensor has them. */
-static int regularise(call *c, fmoe_tensor *t) {
+static int regularise(call *c, fmoe_tensor *t)
+{
     int64_t compact = 1;
     bool odd = false;
-    for (int i = t->ndim - 1; t->strides && i >= 0; compact *= t->shape[i--]) odd = odd || (t->shape[i] == 1 && t->strides[i] != compact);
+    for (int i = t->ndim - 1; t->strides && i >= 0; compact *= t->shape[i--])
+        odd = odd || (t->shape[i] == 1 && t->strides[i] != compact);
     if (!odd || t->ndim > MAX_RANK) return 0;
     if (!c->dims && !(c->dims = calloc((size_t)c->capacity, sizeof *c->dims))) return PyErr_NoMemory(), -1;
     int64_t *strides = c->dims[t - c->tensors] + MAX_RANK;
@@ -211,7 +226,8 @@ static int regularise(call *c, fmoe_tensor *t) {
     return 0;
 }
 
-fmoe_tensor *take(call *c, PyObject *o, layout as) {
+fmoe_tensor *take(call *c, PyObject *o, layout as)
+{
     fmoe_tensor *t = view(c, o);
     if (!t || as == AS_IS) return t;
     if (regularise(c, t)) return NULL;
@@ -234,17 +250,19 @@ fmoe_tensor *take(call *c, PyObject *o, layout as) {
     return take(c, copy, other_width ? as : AS_IS);
 }
 
-void take_transposed(call *c, const fmoe_tensor *given) {
+void take_transposed(call *c, const fmoe_tensor *given)
+{
     if (!given || given->ndim != 3) return; /* the library names it */
     fmoe_tensor *t = (fmoe_tensor *)given;
     int64_t *d = c->transposed[c->n_transposed++];
-    const int64_t s[3] = {t->strides ? t->strides[0] : t->shape[1] * t->shape[2], t->strides ? t->strides[1] : t->shape[2],
-                          t->strides ? t->strides[2] : 1};
+    const int64_t s[3] = {t->strides ? t->strides[0] : t->shape[1] * t->shape[2],
+                          t->strides ? t->strides[1] : t->shape[2], t->strides ? t->strides[2] : 1};
     memcpy(d, (int64_t[]){t->shape[0], t->shape[2], t->shape[1], s[0], s[2], s[1]}, 6 * sizeof *d);
     t->shape = d, t->strides = d + 3;
 }
 
-size_t tensor_bytes(const fmoe_tensor *t) {
+size_t tensor_bytes(const fmoe_tensor *t)
+{
     size_t n = t->dtype.bits / 8;
     for (int i = 0; i < t->ndim; i++) n *= (size_t)t->shape[i];
     return n;

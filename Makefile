@@ -9,7 +9,10 @@
 #   make install    PREFIX=/usr/local by default
 #   make setup      .venv with the Python package;  make run: the fine-tuning example in it
 #   make ascend-report   count launches and bytes on the simulated NPU, into docs/ascend.md
-#   make format     clang-format over the C sources;  make clean
+#   make lint       ruff, mypy, clang-format, clang-tidy, shellcheck;  make format: mend what they can mend
+#   make docs       the documentation as a site, build/site
+#   make wheel      a manylinux wheel, dist/, tried in an empty environment (without CUDA: make wheel FMOE_CUDA=ON)
+#   make clean
 
 SHELL := /bin/bash
 BUILD := build
@@ -20,7 +23,7 @@ FMOE_CUDA ?=
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 GENERATOR := $(if $(shell command -v ninja),Ninja,Unix Makefiles)
 
-.PHONY: all build test test-full bench install setup run ascend-report format clean
+.PHONY: all build test test-full bench install setup run ascend-report lint format docs wheel clean
 .DEFAULT_GOAL := all
 
 all: build
@@ -57,8 +60,20 @@ ascend-report: build
 	cmake --build $(BUILD) --parallel $(JOBS) --target fmoe_tests
 	tests/ascend/run_torch.sh report docs/ascend.md $(BUILD)
 
+# The tools are installed into .venv, in the versions of tools/requirements-*.txt.
+lint: setup
+	tools/lint.sh
+
 format:
-	clang-format -i include/*.h src/*.[ch] src/cpu/*.[ch] src/cpu/*/*.[ch] src/cpu/*/*/*.[ch] src/ascend/*.[ch] cli/*.c tests/*.[ch] examples/*.c
+	tools/lint.sh --fix
+
+docs:
+	tools/need.sh docs
+	.venv/bin/mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
+
+wheel:
+	FMOE_CUDA="$(or $(FMOE_CUDA),OFF)" tools/wheel.sh
 
 clean:
 	rm -rf $(BUILD)

@@ -1,18 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process. Routing is included.
+// cuda_bench.cu - the layer on a CUDA device beside dense cuBLAS products of the same FLOPs, in one process.
+// Routing is included.
 //
-//   nvcc -O2 -std=c++17 -arch=sm_80 -Iinclude bench/cuda_bench.cu -o build/cuda_bench -Lbuild -lfusedmoe -Xlinker -rpath=$PWD/build -ldl
+//   nvcc -O2 -std=c++17 -arch=sm_80 -Iinclude bench/cuda_bench.cu -o build/cuda_bench \
+//       -Lbuild -lfusedmoe -Xlinker -rpath=$PWD/build -ldl
 //
-// Everything goes through the public API of libfusedmoe.so; LIBRARY is the absolute path of the libfusedmoe_cuda.so it is to load.
+// Everything goes through the public API of libfusedmoe.so. LIBRARY is the absolute path of the libfusedmoe_cuda.so
+// that it is to load.
 //
-//   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit; "routed": routing left out
+//   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit;
+//                                            "routed": routing left out
 //   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache
 //   cuda_bench LIBRARY gmm SHAPE:T...        grouped matmul of the routed rows with W1: forward, dx and dW
 //   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
 //   cuda_bench LIBRARY memory SHAPE:T...     workspace and kept bytes
 //
-// Shapes: q30 olmoe q235 mixtral dsv3, and tiny and odd for checkers (H, I, E, k as in the table below). FMOE_BENCH_CUBLAS names libcublas.so for the dense figures.
-// Normal random data. "From idle": median of 15 passes after 3, the card idle before. "Sustained": passes between 0.3 s and 1 s.
+// Shapes: q30 olmoe q235 mixtral dsv3, and tiny and odd for checkers (H, I, E, k as in the table below).
+// FMOE_BENCH_CUBLAS names libcublas.so for the dense figures. Normal random data. "From idle": median of 15 passes
+// after 3, the card idle before. "Sustained": passes between 0.3 s and 1 s.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <unistd.h>
@@ -27,19 +32,21 @@
 
 #include "fusedmoe.h"
 
-#define CK(x)                                                                              \
-    do {                                                                                   \
-        const cudaError_t e_ = (x);                                                        \
-        if (e_ != cudaSuccess) {                                                           \
-            printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(e_));             \
-            exit(1);                                                                       \
-        }                                                                                  \
+#define CK(x)                                                                                                          \
+    do {                                                                                                               \
+        const cudaError_t e_ = (x);                                                                                    \
+        if (e_ != cudaSuccess) {                                                                                       \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(e_));                                         \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 static const struct {
     const char *name;
     int64_t H, I, E, k;
-} shapes[] = {{"q30", 2048, 768, 128, 8}, {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8}, {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8}, {"tiny", 512, 256, 8, 2}, {"odd", 200, 76, 5, 3}};
+} shapes[] = {{"q30", 2048, 768, 128, 8},     {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8},
+              {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8},  {"tiny", 512, 256, 8, 2},
+              {"odd", 200, 76, 5, 3}};
 
 static cudaStream_t stream;
 
@@ -80,8 +87,11 @@ struct Tensor {
         t.ndim = (int32_t)dims.size();
         t.shape = shape;
         t.strides = strides;
-        t.dtype = dtype == FMOE_F32 ? fmoe_datatype{2, 32, 1} : dtype < 0 ? fmoe_datatype{0, (uint8_t)-dtype, 1} : fmoe_datatype{4, 16, 1};
-        if (dtype > 0) fill<<<1024, 256>>>((uint16_t *)t.data, dtype == FMOE_F32 ? (float *)t.data : nullptr, n, scale, seed);
+        t.dtype = dtype == FMOE_F32 ? fmoe_datatype{2, 32, 1}
+                  : dtype < 0       ? fmoe_datatype{0, (uint8_t)-dtype, 1}
+                                    : fmoe_datatype{4, 16, 1};
+        if (dtype > 0)
+            fill<<<1024, 256>>>((uint16_t *)t.data, dtype == FMOE_F32 ? (float *)t.data : nullptr, n, scale, seed);
     }
     ~Tensor() { cudaFree(t.data); }
 };
@@ -174,7 +184,8 @@ struct Dense {
     typedef int (*Create)(void **);
     typedef int (*Set)(void *, cudaStream_t);
     typedef int (*SetWs)(void *, void *, size_t);
-    typedef int (*Gemm)(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int, const void *, void *, int, int, int, int);
+    typedef int (*Gemm)(void *, int, int, int, int, int, const void *, const void *, int, int, const void *, int, int,
+                        const void *, void *, int, int, int, int);
     void *handle = nullptr, *ws = nullptr;
     Gemm gemm = nullptr;
     bool open()
@@ -196,7 +207,8 @@ struct Dense {
     {
         const float one = 1, zero = 0;
         const int bf16 = 14, f32 = 68 /* CUBLAS_COMPUTE_32F */;
-        const int r = gemm(handle, tb, ta, (int)n, (int)m, (int)k, &one, b, bf16, (int)(tb ? k : n), a, bf16, (int)(ta ? m : k), &zero, c, bf16, (int)n, f32, 99);
+        const int r = gemm(handle, tb, ta, (int)n, (int)m, (int)k, &one, b, bf16, (int)(tb ? k : n), a, bf16,
+                           (int)(ta ? m : k), &zero, c, bf16, (int)n, f32, 99);
         if (r) printf("cublas %d\n", r), exit(1);
     }
 };
@@ -207,9 +219,9 @@ static double median(std::vector<float> v)
     return v.empty() ? 0 : v[v.size() / 2];
 }
 
-// Median milliseconds of a pass, from idle or sustained. Passes are enqueued back to back, an event between any two: the device never
-// waits for the host, as it would not in a model. All that is timed from idle comes before anything sustained: a pause does not give
-// the card back what a second at the power limit took.
+// Median milliseconds of a pass, from idle or sustained. Passes are enqueued back to back, an event between any two:
+// the device never waits for the host, as it would not in a model. All that is timed from idle comes before anything
+// sustained: a pause does not give the card back what a second at the power limit took.
 static double time_pass(const std::function<void()> &pass, bool sustained)
 {
     static constexpr int BATCH = 18, WARM = 3;
@@ -265,8 +277,10 @@ static void bench_layer(const char *arg, const Dense &dense)
     const double flop = 2.0 * (double)R * (double)H * (double)I;
     Tensor x, g, h, a, w1, w2, y;
     if (dense.handle) {
-        x.make(FMOE_BF16, {R, H}, 1, 1), g.make(FMOE_BF16, {R, H}, 1, 2), h.make(FMOE_BF16, {R, 2 * I}, 1, 3), a.make(FMOE_BF16, {R, I}, 1, 4);
-        w1.make(FMOE_BF16, {2 * I, H}, 0.02f, 5), w2.make(FMOE_BF16, {H, I}, 0.02f, 6), y.make(FMOE_BF16, {std::max(R, 2 * I), std::max(H, 2 * I)}, 1, 7);
+        x.make(FMOE_BF16, {R, H}, 1, 1), g.make(FMOE_BF16, {R, H}, 1, 2), h.make(FMOE_BF16, {R, 2 * I}, 1, 3),
+            a.make(FMOE_BF16, {R, I}, 1, 4);
+        w1.make(FMOE_BF16, {2 * I, H}, 0.02f, 5), w2.make(FMOE_BF16, {H, I}, 0.02f, 6),
+            y.make(FMOE_BF16, {std::max(R, 2 * I), std::max(H, 2 * I)}, 1, 7);
     }
     auto fwd = [&] {
         dense.mm(x.t.data, false, w1.t.data, true, y.t.data, R, 2 * I, H);
@@ -291,7 +305,8 @@ static void bench_layer(const char *arg, const Dense &dense)
         printf("layer %-14s %-8s", arg, words[i]);
         for (int m = 0; m < 2; m++) {
             const double f = flop * n[i] * 1e-9;
-            printf(" | %s ours %8.4f ms %6.1f TF/s (routed %6.1f)", m ? "sustained" : "from idle", ours[i][m], f / ours[i][m], f / bare[i][m]);
+            printf(" | %s ours %8.4f ms %6.1f TF/s (routed %6.1f)", m ? "sustained" : "from idle", ours[i][m],
+                   f / ours[i][m], f / bare[i][m]);
             if (lib[i][m] > 0) printf(" dense %6.1f share %5.1f %%", f / lib[i][m], 100 * lib[i][m] / ours[i][m]);
         }
         printf("\n");
@@ -312,9 +327,12 @@ static void bench_gmm(const char *arg)
     fmoe_plan plan;
     ok(fmoe_plan_create(&plan, &d));
     Tensor x, dy, y, dx, w, dw, sizes;
-    x.make(FMOE_BF16, {R, H}, 1, 1), dy.make(FMOE_BF16, {R, N}, 1, 2), y.make(FMOE_BF16, {R, N}, 1, 3), dx.make(FMOE_BF16, {R, H}, 1, 4);
+    x.make(FMOE_BF16, {R, H}, 1, 1), dy.make(FMOE_BF16, {R, N}, 1, 2), y.make(FMOE_BF16, {R, N}, 1, 3),
+        dx.make(FMOE_BF16, {R, H}, 1, 4);
     w.make(FMOE_BF16, {E, N, H}, 0.02f, 5), dw.make(FMOE_BF16, {E, N, H}, 0.02f, 6), sizes.make(-32, {E}, 0, 0);
-    for (Tensor *t : {&w, &dw}) std::swap(t->shape[1], t->shape[2]), std::swap(t->strides[1], t->strides[2]); // [E,K,N], stored as in Hugging Face
+    for (Tensor *t : {&w, &dw})
+        std::swap(t->shape[1], t->shape[2]),
+            std::swap(t->strides[1], t->strides[2]); // [E,K,N], stored as in Hugging Face
     std::vector<int32_t> n((size_t)E);
     srand(1);
     for (int64_t r = 0; r < R; r++) n[(size_t)(rand() % E)]++;
@@ -337,10 +355,17 @@ static void bench_gmm(const char *arg)
             else a.dy = &dy.t;
             if (what == 1) a.dx = &dx.t;
             if (what == 2) a.dw = &dw.t;
-            ms[what][m] = time_pass([&] { ok(what ? fmoe_grouped_matmul_backward(plan, &a, &run) : fmoe_grouped_matmul_forward(plan, &a, &run)); }, m);
+            ms[what][m] = time_pass(
+                [&] {
+                    ok(what ? fmoe_grouped_matmul_backward(plan, &a, &run)
+                            : fmoe_grouped_matmul_forward(plan, &a, &run));
+                },
+                m);
         }
     const double f = 2.0 * (double)R * (double)H * (double)N * 1e-9;
-    for (int i = 0; i < 3; i++) printf("gmm %-14s %-8s | from idle %8.4f ms %6.1f TF/s | sustained %8.4f ms %6.1f TF/s\n", arg, words[i], ms[i][0], f / ms[i][0], ms[i][1], f / ms[i][1]);
+    for (int i = 0; i < 3; i++)
+        printf("gmm %-14s %-8s | from idle %8.4f ms %6.1f TF/s | sustained %8.4f ms %6.1f TF/s\n", arg, words[i],
+               ms[i][0], f / ms[i][0], ms[i][1], f / ms[i][1]);
     fflush(stdout);
     cudaFree(run.workspace);
     ok(fmoe_plan_destroy(&plan));
@@ -401,8 +426,10 @@ static void bench_decode(int shape, int64_t T, double bandwidth)
     }
     const double us = median(t) * 1000, bytes = hit * 3 * (double)(l.H * l.I) * 2;
     const double read = bytes / bandwidth * 1e6;
-    printf("decode %s T %lld: %.2f us a layer, routing included; %.1f experts hit, %.1f MB of weights, %.2f TB/s; at %.2f TB/s they take %.1f us: %.2fx\n", shapes[shape].name, (long long)T, us, hit,
-           bytes * 1e-6, bytes / us * 1e-6, bandwidth * 1e-12, read, us / read);
+    printf("decode %s T %lld: %.2f us a layer, routing included; %.1f experts hit, %.1f MB of weights, %.2f TB/s; at "
+           "%.2f TB/s they take %.1f us: %.2fx\n",
+           shapes[shape].name, (long long)T, us, hit, bytes * 1e-6, bytes / us * 1e-6, bandwidth * 1e-12, read,
+           us / read);
     fflush(stdout);
     CK(cudaGraphExecDestroy(exec));
     CK(cudaGraphDestroy(graph));
@@ -442,9 +469,10 @@ int main(int argc, char **argv)
             for (uint32_t flags : {0u, (uint32_t)FMOE_RECOMPUTE}) {
                 Layer l(shape, T, true, false, flags);
                 const double M = 1 << 20, act = (double)(T * l.H) * 2 / M, saved = (double)l.saved_bytes / M;
-                printf("memory %s%s: kept %.1f MiB (x %.1f + saved %.1f), workspace forward %.1f, backward %.1f, peak over weights and gradients %.1f MiB\n", argv[i],
-                       flags ? " recompute" : "", act + saved, act, saved, (double)l.ws_bytes[0] / M, (double)l.ws_bytes[1] / M,
-                       4 * act + saved + (double)std::max(l.ws_bytes[0], l.ws_bytes[1]) / M);
+                printf("memory %s%s: kept %.1f MiB (x %.1f + saved %.1f), workspace forward %.1f, backward %.1f, peak "
+                       "over weights and gradients %.1f MiB\n",
+                       argv[i], flags ? " recompute" : "", act + saved, act, saved, (double)l.ws_bytes[0] / M,
+                       (double)l.ws_bytes[1] / M, 4 * act + saved + (double)std::max(l.ws_bytes[0], l.ws_bytes[1]) / M);
             }
         }
     }

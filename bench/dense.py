@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+
 from fusedmoe import _core, ops
 
 DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}

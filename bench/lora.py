@@ -2,7 +2,8 @@
 """LoRA on the experts of a Qwen3-MoE: a training step with PEFT's own computation and with fusedmoe, side by side.
 
     python bench/lora.py --table [1,4]      the table of docs/benchmarks.md, or some rows of it (all: some ten minutes on two cores)
-    python bench/lora.py [--layers 2] [--H 1024] [--I 512] [--E 32] [--k 4] [--T 512] [--rank 16] [--dtype float32] [--checkpoint 0] [--device cpu]
+    python bench/lora.py [--layers 2] [--H 1024] [--I 512] [--E 32] [--k 4] [--T 512] [--rank 16] [--dtype float32]
+        [--checkpoint 0] [--device cpu]
     python bench/lora.py --layer --device cuda --H 2048 --I 768 --E 128 --k 8 --T 4096 --dtype bfloat16 [--steps 20]
     python bench/lora.py --whole --device cuda --T 4096 [--layers 48] [--steps 9]
 
@@ -240,11 +241,13 @@ def whole(o: argparse.Namespace) -> None:
     torch.set_default_dtype(torch.bfloat16)
     config = Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=o.layers,
-        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True)  # fmt: skip
+        num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True)  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     torch.set_default_dtype(torch.float32)
-    names = dict(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    model = peft.get_peft_model(model, peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, **names))
+    attention, experts = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=attention, target_parameters=experts)
+    model = peft.get_peft_model(model, lora)
     model.base_model.model.set_experts_implementation("fusedmoe")
     model.enable_input_require_grads()
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -306,7 +309,8 @@ def main() -> int:
                 print(f"{way:18}{numbers}{rows[way]['losses'][-1]:.5f}")
             if WAYS["none"] in rows:
                 floor = rows[WAYS["none"]]["process"] + 4 * ours["adapters"]
-                print(f"floor {floor:.0f} MiB: " + ", ".join(f"{way} {rows[way]['process'] / floor:.2f}" for way in rows if way != WAYS["none"]))
+                times = (f"{way} {row['process'] / floor:.2f}" for way, row in rows.items() if way != WAYS["none"])
+                print(f"floor {floor:.0f} MiB: " + ", ".join(times))
             print(f"losses apart by at most {far:.1e}")
         else:
             for i, (way, texts) in enumerate(cells(rows).items()):

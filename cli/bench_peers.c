@@ -77,8 +77,14 @@ static void openblas_multiply(void *matrix, const void *x, void *y)
     X(matmul_desc_init)                                                                                                \
     X(primitive_desc_create)                                                                                           \
     X(primitive_desc_query_md)                                                                                         \
-    X(primitive_desc_destroy) X(memory_create) X(memory_destroy) X(memory_set_data_handle)                             \
-        X(reorder_primitive_desc_create) X(primitive_create) X(primitive_execute) X(primitive_destroy)
+    X(primitive_desc_destroy)                                                                                          \
+    X(memory_create)                                                                                                   \
+    X(memory_destroy)                                                                                                  \
+    X(memory_set_data_handle)                                                                                          \
+    X(reorder_primitive_desc_create)                                                                                   \
+    X(primitive_create)                                                                                                \
+    X(primitive_execute)                                                                                               \
+    X(primitive_destroy)
 #define POINTER(name) __typeof__(dnnl_##name) *name;
 static struct {
     DNNL_CALLS(POINTER)

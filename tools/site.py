@@ -10,6 +10,7 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
@@ -46,7 +47,10 @@ def c_api() -> str:
     for piece in re.split(r"^(?=/\* --(?:--)? )", body, flags=re.M):
         found = re.match(r"/\* (--+) (.*?)(?: -+)? \*/", piece, re.S) or re.match(r"/\* (--) (.*?)\*/", piece, re.S)
         if found:
-            title, _, more = re.match(r"([^:.]*)([:.]?)(.*)", found[2], re.S).groups() if found[1] == "--" else (found[2], "", "")
+            title, more = found[2], ""
+            if found[1] == "--":
+                title = re.split(r"[:.]", found[2], maxsplit=1)[0]
+                more = found[2][len(title) + 1 :]
             parts += [
                 f"{'##' if len(found[1]) == 4 else '###'} {escaped(title)}",
                 "",
@@ -59,7 +63,7 @@ def c_api() -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts))
 
 
-def on_files(files, config):
+def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for source, name in PAGES.items():
@@ -68,7 +72,7 @@ def on_files(files, config):
     return files
 
 
-def on_page_markdown(markdown, page, config, files):
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links as they stand in the repository to links of the site."""
     here = {v: k for k, v in PAGES.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 

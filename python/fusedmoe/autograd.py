@@ -4,7 +4,7 @@
 Only gradients that somebody asked for are computed; without any, the inference operators run and nothing is saved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def _no_second_derivative() -> None:
         raise RuntimeError("fusedmoe has no second derivative: backward was called with create_graph=True")
 
 
-def _fixed(*numbers: float) -> list:
+def _fixed(*numbers: float) -> list[Any]:
     """The numbers; in a graph that is compiled with dynamic=True, where they are symbols, their values: what is in a set has one."""
     return [[*{n}][0] for n in numbers]
 
@@ -54,7 +54,7 @@ def _factor(t: Tensor, dtype: torch.dtype, unit: Sequence[int]) -> Tensor:
     return (copy if unit[0] == 2 else copy.transpose(1, 2)).copy_(t)
 
 
-def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> tuple[Sequence[Tensor], list]:
+def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> tuple[Sequence[Tensor], list[Any]]:
     """w, its last tensors (the factors of adapters, if there are scales) as the C library reads them: on CUDA in the orientation of the
     weights. Copies, for one call only: autograd keeps what was given, which is the parameters themselves. And what operators take last."""
     if not scales:
@@ -68,9 +68,13 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
 
 
+_Layer = tuple[int, int, float, float]  # act, flags, alpha, limit
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple[int, int, float, float], scales: list[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor):
+    def forward(ctx: Any, layer: _Layer, scales: list[float], x: Tensor, ids: Tensor, p: Tensor, *w: Tensor) -> Tensor:
+        out: Tensor
         sizes = _fixed(*ops.layer_sizes(w, *layer[:2]), ids.shape[1]) if is_compiling() else []
         line = ops.experts_saved(x.dtype, x.device, tuple(sizes[:-1]), sizes[-1], *layer) if sizes else ()
         ready, more = _ready(w, scales, x, layer[1])
@@ -80,7 +84,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
         need, (layer, scales) = ctx.needs_input_grad, ctx.layer
@@ -97,11 +101,11 @@ class _Experts(torch.autograd.Function):
         return None, None, dx, None, dp, *dw
 
 
-_record = super(torch.autograd.Function, _Experts).apply  # apply without the 2 us it takes for functorch's transforms
+_record: Callable[..., Tensor] = super(torch.autograd.Function, _Experts).apply  # without 2 us for functorch's transforms
 
 
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
-            limit: float = 0.0, lora: Sequence[Sequence | None] = ()) -> Tensor:  # fmt: skip
+            limit: float = 0.0, lora: Sequence[Sequence[Any] | None] = ()) -> Tensor:  # fmt: skip
     """The experts of a layer on routed tokens: sum over j of p[t,j] * (act(x[t] w1[e]^T) w2[e]^T), e = ids[t,j]. Differentiable.
 
     x: [T,H]. ids: [T,k] integers; equal ones of a token add, so k may exceed E. p: [T,k] routing weights.
@@ -139,7 +143,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         act, flags, alpha, limit, *scales = _fixed(int(act), int(flags), alpha, limit, *scales)
     if wanted or forward_ad._current_level >= 0:  # which torch refuses there, where the operator alone would drop the tangent
         plain = not compiling and not torch._C._are_functorch_transforms_active()
-        out = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
+        out: Tensor = (_record if plain else _Experts.apply)((act, flags, alpha, limit), scales, xc, ids, p, *w)
     else:
         ready, more = _ready(w, scales, xc, flags)
         out = ops.call(ops.experts, xc, ids, p, ready, act, flags, alpha, limit, *more)
@@ -148,7 +152,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, k: int, rule: tuple, eps: float, scale: float):
+    def forward(ctx: Any, logits: Tensor, bias: Tensor | None, k: int, rule: tuple[int, ...], eps: float,
+                scale: float) -> tuple[Tensor, Tensor]:  # fmt: skip
         ids, weights = ops.call(ops.route, logits, [] if bias is None else [bias], k, rule, eps, scale)
         ctx.save_for_backward(logits, ids)
         ctx.rule = rule, eps, scale
@@ -156,7 +161,7 @@ class _Route(torch.autograd.Function):
         return ids, weights
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, dweights: Tensor):
+    def backward(ctx: Any, _: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None, None
 
@@ -180,7 +185,9 @@ def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize
     """
     checks.floats("route", logits=logits)
     rule = checks.code("route", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
-    return _Route.apply(logits, _select_bias("route", select_bias, logits), k, rule, float(eps), float(scale))
+    bias = _select_bias("route", select_bias, logits)
+    result: tuple[Tensor, Tensor] = _Route.apply(logits, bias, k, rule, float(eps), float(scale))  # type: ignore[no-untyped-call]
+    return result
 
 
 def _cut(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -189,7 +196,7 @@ def _cut(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[Tenso
 
 class _Block(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple, sizes: tuple, x: Tensor, w_router: Tensor, *rest: Tensor):
+    def forward(ctx: Any, layer: tuple[Any, ...], sizes: tuple[int, ...], x: Tensor, w_router: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         out, logits, ids, p, saved = ops.block_forward(x, w_router, *_cut(rest, sizes), *layer)
         ctx.save_for_backward(logits, ids, p, saved, x, w_router, *rest)
         ctx.mark_non_differentiable(ids, p)
@@ -198,7 +205,7 @@ class _Block(torch.autograd.Function):
         return out, logits, ids, p
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlogits: Tensor | None, *_: Any):
+    def backward(ctx: Any, dout: Tensor | None, dlogits: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         *state, x, w_router = ctx.saved_tensors[:6]
         b_router, *given = _cut(ctx.saved_tensors[6:], ctx.sizes)
@@ -227,14 +234,16 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int | s
         raise ValueError(f"block: w_router is {list(w_router.shape)}, expected [E, H] = {[E, H]}")
     rule = checks.code("block", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, rule, float(eps), float(scale)
-    given = [[] if t is None else [t] for t in (b_router, _select_bias("block", select_bias, x))]
+    given: list[Sequence[Tensor]] = [[] if t is None else [t] for t in (b_router, _select_bias("block", select_bias, x))]
     given += [w, shared, [] if shared_gate is None else [shared_gate]]
-    return _Block.apply(layer, tuple(len(ts) for ts in given), x, w_router, *(t for ts in given for t in ts))
+    counts, tensors = tuple(len(ts) for ts in given), (t for ts in given for t in ts)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _Block.apply(layer, counts, x, w_router, *tensors)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ids: Tensor, E: int, flags: int):
+    def forward(ctx: Any, x: Tensor, ids: Tensor, E: int, flags: int) -> tuple[Tensor, Tensor, Tensor]:
         xp, row_map, counts = ops.permute(x, ids, E, flags)
         ctx.save_for_backward(row_map)
         ctx.k = ids.shape[1]
@@ -242,7 +251,7 @@ class _Permute(torch.autograd.Function):
         return xp, row_map, counts
 
     @staticmethod
-    def backward(ctx: Any, dxp: Tensor, *_: Any):
+    def backward(ctx: Any, dxp: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         return ops.unpermute(dxp, ctx.saved_tensors[0], [], ctx.k), None, None, None
 
@@ -251,17 +260,19 @@ def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Te
     """Rows of x [T,H] grouped by expert [T*k,H], the map from slot to row [T*k], and the rows each expert has [E]; ids: [T,k]."""
     checks.floats("permute", x=x)
     checks.integers("permute", "ids", ids)
-    return _Permute.apply(x, ids, E, checks.known_flags("permute", flags))
+    result: tuple[Tensor, Tensor, Tensor] = _Permute.apply(x, ids, E, checks.known_flags("permute", flags))  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, row_map: Tensor, p: Tensor):
+    def forward(ctx: Any, y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
         ctx.save_for_backward(y, row_map, p)
-        return ops.unpermute(y, row_map, [p], p.shape[1])
+        out: Tensor = ops.unpermute(y, row_map, [p], p.shape[1])
+        return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         y, row_map, p = ctx.saved_tensors
         wanted = ctx.needs_input_grad[::2]
@@ -273,7 +284,8 @@ def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
     """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]: y [R,H], row_map [T*k] as ``permute`` gives it, p [T,k] -> [T,H]."""
     checks.floats("unpermute", y=y, p=p)
     checks.integers("unpermute", "row_map", row_map)
-    return _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))
+    out: Tensor = _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))  # type: ignore[no-untyped-call]
+    return out
 
 
 def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None) -> Tensor:
@@ -288,7 +300,8 @@ def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Seque
     xc, wc = x.to(dtype), weight.to(dtype)
     ctx.save_for_backward(xc, wc, group_list)
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-    return ops.grouped_matmul(xc, wc, [] if bias is None else [bias.to(dtype)], group_list, 0).to(x.dtype)
+    y: Tensor = ops.grouped_matmul(xc, wc, [] if bias is None else [bias.to(dtype)], group_list, 0)
+    return y.to(x.dtype)
 
 
 def _gmm_backward(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -306,7 +319,7 @@ class GmmFunction(torch.autograd.Function):
         return _gmm_forward(ctx, x, weight, group_list, None)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, _ = _gmm_backward(ctx, grad_output, (*ctx.needs_input_grad[:2], False))
         return dx, dw, None
 
@@ -317,14 +330,15 @@ class _BiasedGmm(torch.autograd.Function):
         return _gmm_forward(ctx, x, weight, group_list, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db = _gmm_backward(ctx, dy, [ctx.needs_input_grad[i] for i in (0, 1, 3)])
         return dx, dw, None, db
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
     """``GmmFunction`` as a function, with a bias [E,N] of each group if there is one."""
-    return GmmFunction.apply(x, weight, group_list) if bias is None else _BiasedGmm.apply(x, weight, group_list, bias)
+    y: Tensor = GmmFunction.apply(x, weight, group_list) if bias is None else _BiasedGmm.apply(x, weight, group_list, bias)  # type: ignore[no-untyped-call]
+    return y
 
 
 class HybridGmmFunction(torch.autograd.Function):
@@ -344,7 +358,7 @@ class HybridGmmFunction(torch.autograd.Function):
         return tuple(y if y.dtype == x.dtype else y.to(x.dtype) for y, x in zip(ys, xs, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor):
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         n, saved, need = ctx.num_experts, ctx.saved_tensors, ctx.needs_input_grad[1:]
         wanted = any(need[:n]), any(need[n:])
@@ -360,10 +374,11 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, h: Tensor, act: int, flags: int, alpha: float, limit: float) -> Tensor:
         ctx.save_for_backward(h)
         ctx.act = act, flags, alpha, limit
-        return ops.activation(h, act, flags, alpha, limit)
+        a: Tensor = ops.activation(h, act, flags, alpha, limit)
+        return a
 
     @staticmethod
-    def backward(ctx: Any, da: Tensor):
+    def backward(ctx: Any, da: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         return ops.activation_backward(ctx.saved_tensors[0], da, *ctx.act), None, None, None, None
 
@@ -374,4 +389,5 @@ def activation(h: Tensor, act: int | str = ops.SWIGLU, flags: int = 0, alpha: fl
     checks.floats("activation", h=h)
     if act < ops.SILU and h.dim() and h.shape[-1] % 2:
         raise ValueError(f"activation: h is {list(h.shape)}, expected an even number of columns, gate and up")
-    return _Activation.apply(h, act, flags, float(alpha), float(limit))
+    a: Tensor = _Activation.apply(h, act, flags, float(alpha), float(limit))  # type: ignore[no-untyped-call]
+    return a

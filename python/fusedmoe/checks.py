@@ -57,12 +57,12 @@ def known_flags(op: str, value: Any) -> int:
     """Flags without a bit that nobody knows."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{op}: flags is {value!r}, expected a Flag or its number")
-    value = int(value)
-    if value & ~_FLAGS:
-        raise ValueError(f"{op}: flags {value:#x} has unknown bits {value & ~_FLAGS:#x}, known are {_FLAGS:#x}")
-    if value & _LIST and value & _TRANSPOSED:
-        raise ValueError(f"{op}: flags {value:#x} has LIST and TRANSPOSED: in a list, transpose each matrix (a view costs nothing)")
-    return value
+    flags = int(value)
+    if flags & ~_FLAGS:
+        raise ValueError(f"{op}: flags {flags:#x} has unknown bits {flags & ~_FLAGS:#x}, known are {_FLAGS:#x}")
+    if flags & _LIST and flags & _TRANSPOSED:
+        raise ValueError(f"{op}: flags {flags:#x} has LIST and TRANSPOSED: in a list, transpose each matrix (a view costs nothing)")
+    return flags
 
 
 def weights(op: str, w: Any, flags: int) -> None:

@@ -37,7 +37,9 @@ _DEVICES = {"cpu": 1, "meta": 1, "cuda": 2}  # anything else is an Ascend NPU, t
 
 _lib = torch.library.Library("fusedmoe", "DEF")
 _TAGS = torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)  # torch 2.6
-_impl: dict[Callable, Callable] = {}
+_impl: dict[Callable[..., Any], Callable[..., Any]] = {}
+_Many = Sequence[Tensor]
+_Steps = Iterator[Any]  # what an operator is written as
 
 
 _made: list[int] = []  # the plans of _plan
@@ -46,7 +48,7 @@ _made: list[int] = []  # the plans of _plan
 @cache
 def _plan(op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
           rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
-          limit: float = 0.0, rule: tuple | None = None) -> int:  # fmt: skip
+          limit: float = 0.0, rule: tuple[Any, ...] | None = None) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
     handle = _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
@@ -112,13 +114,13 @@ def spread(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None
     return [next(rest) if yes else None for yes in wanted]
 
 
-def _define(code: int, schema: str) -> Callable[[Callable[..., Iterator]], Callable]:
+def _define(code: int, schema: str) -> Callable[[Callable[..., _Steps]], Callable[..., Any]]:
     """Make an operator of a generator (see above) that runs the C function of this code."""
     name, pass_ = schema.split("(", 1)[0], _core.passes[code]
     _lib.define(schema, tags=_TAGS)
-    op = getattr(torch.ops.fusedmoe, name).default
+    op: Callable[..., Any] = getattr(torch.ops.fusedmoe, name).default
 
-    def register(steps: Callable[..., Iterator]) -> Callable:
+    def register(steps: Callable[..., _Steps]) -> Callable[..., Any]:
         def impl(*args: Any) -> Any:
             results, (plan, flags, rows, *slots) = steps(*args)
             first = args[0] if isinstance(args[0], Tensor) else args[0][0]
@@ -137,10 +139,10 @@ def _define(code: int, schema: str) -> Callable[[Callable[..., Iterator]], Calla
     return register
 
 
-def call(op: Callable, *args: Any) -> Any:
+def call(op: Callable[..., Any], *args: Any) -> Any:
     """op(*args) without the dispatcher (6 us), where no tracing, transform, tensor subclass or dispatch mode wants to see the operator."""
     c, x = torch._C, args[0]
-    seen = torch.compiler.is_compiling() or c._are_functorch_transforms_active() or c._is_tracing()
+    seen: int = torch.compiler.is_compiling() or c._are_functorch_transforms_active() or c._is_tracing()
     seen = seen or type(x) is not Tensor or x.is_meta or x.is_neg() or c._len_torch_dispatch_stack()
     return op(*args) if seen else _impl.get(op, op)(*args)
 
@@ -151,7 +153,7 @@ def _weight_dtype(t: Tensor) -> torch.dtype:
 
 
 @_define(_core.ROUTE_FORWARD, "route(Tensor logits, Tensor[] select_bias, int k, int[] rule, float eps, float scale) -> (Tensor, Tensor)")
-def route(logits, select_bias, k, rule, eps, scale):
+def route(logits: Tensor, select_bias: _Many, k: int, rule: Sequence[int], eps: float, scale: float) -> _Steps:
     T = logits.shape[0]
     ids, weights = logits.new_empty((T, k), dtype=torch.int64), logits.new_empty((T, k), dtype=_weight_dtype(logits))
     yield ids, weights
@@ -159,7 +161,7 @@ def route(logits, select_bias, k, rule, eps, scale):
 
 
 @_define(_core.ROUTE_FORWARD, "route_replay(Tensor logits, Tensor ids, int[] rule, float eps, float scale) -> Tensor")
-def route_replay(logits, ids, rule, eps, scale):
+def route_replay(logits: Tensor, ids: Tensor, rule: Sequence[int], eps: float, scale: float) -> _Steps:
     weights = logits.new_empty(ids.shape, dtype=_weight_dtype(logits))
     yield weights
     plan = _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=int(ids.shape[1]), rule=(*rule, eps, scale))
@@ -167,7 +169,7 @@ def route_replay(logits, ids, rule, eps, scale):
 
 
 @_define(_core.ROUTE_BACKWARD, "route_backward(Tensor logits, Tensor ids, Tensor dweights, int[] rule, float eps, float scale) -> Tensor")
-def route_backward(logits, ids, dweights, rule, eps, scale):
+def route_backward(logits: Tensor, ids: Tensor, dweights: Tensor, rule: Sequence[int], eps: float, scale: float) -> _Steps:
     dlogits = _like(logits)
     yield dlogits
     plan = _plan_for(ROUTE, logits, E=int(logits.shape[1]), k=int(ids.shape[1]), rule=(*rule, eps, scale))
@@ -176,7 +178,7 @@ def route_backward(logits, ids, dweights, rule, eps, scale):
 
 # ---- permute, unpermute ---------------------------------------------------------------------------------------------
 @_define(_core.PERMUTE_FORWARD, "permute(Tensor x, Tensor ids, int E, int flags) -> (Tensor, Tensor, Tensor)")
-def permute(x, ids, E, flags):
+def permute(x: Tensor, ids: Tensor, E: int, flags: int) -> _Steps:
     T, k = ids.shape
     xp, row_map = x.new_empty((T * k, x.shape[1])), x.new_empty((T * k,), dtype=torch.int32)
     counts = x.new_empty((E,), dtype=torch.int64)
@@ -185,7 +187,7 @@ def permute(x, ids, E, flags):
 
 
 @_define(_core.UNPERMUTE_FORWARD, "unpermute(Tensor y, Tensor map, Tensor[] weights, int k) -> Tensor")
-def unpermute(y, row_map, weights, k):
+def unpermute(y: Tensor, row_map: Tensor, weights: _Many, k: int) -> _Steps:
     """Without weights it is also the backward of permute."""
     out = y.new_empty((row_map.shape[0] // k, y.shape[1]))
     yield out
@@ -193,7 +195,7 @@ def unpermute(y, row_map, weights, k):
 
 
 @_define(_core.UNPERMUTE_BACKWARD, "unpermute_backward(Tensor y, Tensor map, Tensor[] weights, Tensor dout, int needs) -> Tensor[]")
-def unpermute_backward(y, row_map, weights, dout, needs):
+def unpermute_backward(y: Tensor, row_map: Tensor, weights: _Many, dout: Tensor, needs: int) -> _Steps:
     T, wanted = dout.shape[0], (needs & 1, needs & 2)
     grads = [_like(t) for t, yes in zip((y, *weights), wanted, strict=False) if yes]
     yield grads
@@ -204,17 +206,18 @@ def unpermute_backward(y, row_map, weights, dout, needs):
 
 # ---- grouped matmul: one stack of weights, or one weight a group ------------------------------------------------------
 @_define(_core.GROUPED_MATMUL_FORWARD, "grouped_matmul(Tensor x, Tensor w, Tensor[] bias, Tensor sizes, int cumulative) -> Tensor")
-def grouped_matmul(x, w, bias, sizes, cumulative):
+def grouped_matmul(x: Tensor, w: Tensor, bias: _Many, sizes: Tensor, cumulative: int) -> _Steps:
     y = x.new_zeros((x.shape[0], w.shape[2]))  # rows past the last group stay zero
     yield y
     yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, bias, sizes, y, cumulative, 0
 
 
-@_define(_core.GROUPED_MATMUL_BACKWARD, "grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, int cumulative) -> Tensor[]")
-def grouped_matmul_backward(x, w, sizes, dy, needs, cumulative):
+@_define(_core.GROUPED_MATMUL_BACKWARD, "grouped_matmul_backward(Tensor x, Tensor w, Tensor sizes, Tensor dy, int needs, "
+         "int cumulative) -> Tensor[]")  # fmt: skip
+def grouped_matmul_backward(x: Tensor, w: Tensor, sizes: Tensor, dy: Tensor, needs: int, cumulative: int) -> _Steps:
     wanted = needs & 1, needs & 2, needs & 4
-    makers = lambda: _like(x), lambda: _grad(w), lambda: w.new_empty((w.shape[0], w.shape[2]))
-    grads = [make() for make, yes in zip(makers, wanted, strict=True) if yes]
+    grads = ([_like(x)] if wanted[0] else []) + ([_grad(w)] if wanted[1] else [])
+    grads += [w.new_empty((w.shape[0], w.shape[2]))] if wanted[2] else []
     yield grads
     yield _plan_for(GMM, x, **dict(zip("EKN", map(int, w.shape)))), 0, x.shape[0], x, w, sizes, dy, *spread(grads, wanted), cumulative, 0
 
@@ -236,18 +239,18 @@ def _in_a_row(x: Sequence[Tensor]) -> Sequence[Tensor]:
     """x, its groups one after the other: copied where CUDA would compute group by group without it."""
     ends = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in x if t.shape[0]] if x[0].is_cuda else []
     apart = any(a[1] != b[0] for a, b in zip(ends, ends[1:]))
-    return cut([torch.cat(x)], x) if apart and len({t.shape[1] for t in x}) == 1 else x
+    return cut([torch.cat([*x])], x) if apart and len({t.shape[1] for t in x}) == 1 else x
 
 
 @_define(_core.GROUPED_MATMUL_FORWARD, "grouped_matmul_list(Tensor[] x, Tensor[] w, Tensor[] bias) -> Tensor[]")
-def grouped_matmul_list(x, w, bias):
+def grouped_matmul_list(x: _Many, w: _Many, bias: _Many) -> _Steps:
     y = _rows(x, [u.shape[1] for u in w])
     yield y
     yield _plan_for(GMM, x[0], E=len(x)), 0, sum(t.shape[0] for t in x), _in_a_row(x), w, bias, None, cut(y, x), 0, 1
 
 
 @_define(_core.GROUPED_MATMUL_BACKWARD, "grouped_matmul_list_backward(Tensor[] x, Tensor[] w, Tensor[] dy, int needs) -> Tensor[]")
-def grouped_matmul_list_backward(x, w, dy, needs):
+def grouped_matmul_list_backward(x: _Many, w: _Many, dy: _Many, needs: int) -> _Steps:
     dx, dw = _rows(x, [t.shape[1] for t in x]) if needs & 1 else [], [_grad(t) for t in w if needs & 2]
     yield dw + dx
     slots = _in_a_row(x), w, None, _in_a_row(dy), cut(dx, x), dw, None, 0, 1
@@ -256,14 +259,14 @@ def grouped_matmul_list_backward(x, w, dy, needs):
 
 # ---- activation -----------------------------------------------------------------------------------------------------
 @_define(_core.ACTIVATION_FORWARD, "activation(Tensor h, int act, int flags, float alpha, float limit) -> Tensor")
-def activation(h, act, flags, alpha, limit):
+def activation(h: Tensor, act: int, flags: int, alpha: float, limit: float) -> _Steps:
     a = h.new_empty((h.shape[0], h.shape[1] // (2 if act < SILU else 1)))
     yield a
     yield _plan_for(ACTIVATION, h, I=int(a.shape[1]), act=act, flags=flags, alpha=alpha, limit=limit), 0, h.shape[0], h, a
 
 
 @_define(_core.ACTIVATION_BACKWARD, "activation_backward(Tensor h, Tensor da, int act, int flags, float alpha, float limit) -> Tensor")
-def activation_backward(h, da, act, flags, alpha, limit):
+def activation_backward(h: Tensor, da: Tensor, act: int, flags: int, alpha: float, limit: float) -> _Steps:
     dh = _like(h)
     yield dh
     yield _plan_for(ACTIVATION, h, I=int(da.shape[1]), act=act, flags=flags, alpha=alpha, limit=limit), 0, h.shape[0], h, da, dh
@@ -292,7 +295,7 @@ def layer_sizes(w: Sequence[Tensor], act: int, flags: int, H: int | None = None)
     raise ValueError(checks.sizes_differ(w[:n], act, flags, H))
 
 
-def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
+def needs_bits(w: Sequence[Any], act: int, flags: int) -> list[int]:
     """The bit of `needs` that asks for the gradient of each tensor in w; one bit for all gates and ups, one for all downs."""
     lora = ([64, 128] if flags & LORA1 else []) + ([256, 512] if flags & LORA2 else [])
     n = len(w) - len(lora)
@@ -300,10 +303,10 @@ def needs_bits(w: Sequence, act: int, flags: int) -> list[int]:
     return ([4] * (n - down) + [8] * down if flags & LIST else [4, 8, 16, 32][:n]) + lora
 
 
-def _experts_plan(x, ids, w, *layer) -> int:
+def _experts_plan(x: Tensor, ids: Tensor, w: _Many, *layer: Any) -> int:
     if ids.dim() != 2:
         raise ValueError(f"experts: ids is {list(ids.shape)}, expected [T, k], the experts of each token")
-    sizes = layer_sizes(w, *layer[:2], x.shape[-1])
+    sizes = layer_sizes(w, layer[0], layer[1], x.shape[-1])
     return _plan(EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, *layer)
 
 
@@ -312,7 +315,8 @@ _LAYER = "Tensor x, Tensor ids, Tensor p, Tensor[] w, int act, int flags, float 
 
 
 @_define(_core.EXPERTS_FORWARD, f"experts({_LAYER}, float[] scales=[]) -> Tensor")
-def experts(x, ids, p, w, act, flags, alpha, limit, scales=()):
+def experts(x: Tensor, ids: Tensor, p: Tensor, w: _Many, act: int, flags: int, alpha: float, limit: float,
+            scales: Sequence[float] = ()) -> _Steps:  # fmt: skip
     """The layer without a gradient: nothing is saved."""
     out = _like(x)
     yield out
@@ -326,25 +330,27 @@ def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ..
     return _saved_line(_plan(EXPERTS, dtype, device, torch.get_num_threads(), *sizes, k, 0, 0, 0, *layer))
 
 
-experts_saved._dynamo_marked_constant = True  # torch.compiler.assume_constant_result without importing the compiler
+experts_saved._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result without the compiler
 
 
 @_define(_core.EXPERTS_FORWARD, f"experts_forward({_LAYER}, int[] saved, float[] scales=[]) -> (Tensor, Tensor)")
-def experts_forward(x, ids, p, w, act, flags, alpha, limit, saved, scales=()):
+def experts_forward(x: Tensor, ids: Tensor, p: Tensor, w: _Many, act: int, flags: int, alpha: float, limit: float, saved: Sequence[int],
+                    scales: Sequence[float] = ()) -> _Steps:  # fmt: skip
     """The layer, and the state its backward needs. saved: experts_saved(...), or nothing outside a compiled graph."""
-    T, line, layer = x.shape[0], saved, (act, flags, alpha, limit)
-    plan = None if line else _experts_plan(x, ids, w, *layer)
-    out, saved = _like(x), _new(x, line[0] + line[1] * T if line else _core.saved_bytes(plan, T))
-    yield out, saved
-    if line:
+    T, layer = x.shape[0], (act, flags, alpha, limit)
+    plan = 0 if saved else _experts_plan(x, ids, w, *layer)
+    out, state = _like(x), _new(x, saved[0] + saved[1] * T if saved else _core.saved_bytes(plan, T))
+    yield out, state
+    if saved:
         plan = _experts_plan(x, ids, w, *layer)
-        _core.saved_bytes(plan, T, saved)
-    yield plan, _form(*layer), T, x, ids, p, w, out, saved, *(scales or _NO_SCALES)
+        _core.saved_bytes(plan, T, state)
+    yield plan, _form(*layer), T, x, ids, p, w, out, state, *(scales or _NO_SCALES)
 
 
-@_define(_core.EXPERTS_BACKWARD, "experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, int flags, "
-         "float alpha, float limit, int needs, float[] scales=[]) -> Tensor[]")  # fmt: skip
-def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs, scales=()):
+@_define(_core.EXPERTS_BACKWARD, "experts_backward(Tensor x, Tensor ids, Tensor p, Tensor[] w, Tensor saved, Tensor dout, int act, "
+         "int flags, float alpha, float limit, int needs, float[] scales=[]) -> Tensor[]")  # fmt: skip
+def experts_backward(x: Tensor, ids: Tensor, p: Tensor, w: _Many, saved: Tensor, dout: Tensor, act: int, flags: int, alpha: float,
+                     limit: float, needs: int, scales: Sequence[float] = ()) -> _Steps:  # fmt: skip
     """The gradients that `needs` asks for, in order: 1 x, 2 p, then those of w, by needs_bits."""
     wanted = [needs & bit for bit in (1, 2, *needs_bits(w, act, flags))]
     grads = [_like(t) for t, yes in zip((x, p), wanted, strict=False) if yes]
@@ -364,7 +370,8 @@ def experts_backward(x, ids, p, w, saved, dout, act, flags, alpha, limit, needs,
 
 
 # ---- block: router matmul, route, experts, shared expert --------------------------------------------------------------
-def _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale) -> int:
+def _block_plan(x: Tensor, w: _Many, shared: _Many, k: int, act: int, flags: int, alpha: float, limit: float, rule: Sequence[int],
+                eps: float, scale: float) -> int:  # fmt: skip
     shared_I = int(shared[1].shape[2]) if shared else 0
     return _plan_for(BLOCK, x, *layer_sizes(w, act, flags, x.shape[-1]), k=k, shared_I=shared_I, act=act, flags=flags, alpha=alpha,
                      limit=limit, rule=(*rule, eps, scale))  # fmt: skip
@@ -373,9 +380,10 @@ def _block_plan(x, w, shared, k, act, flags, alpha, limit, rule, eps, scale) -> 
 _RULE = "int k, int act, int flags, float alpha, float limit, int[] rule, float eps, float scale"
 
 
-@_define(_core.BLOCK_FORWARD, "block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
-         f"Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
-def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k, *layer):
+@_define(_core.BLOCK_FORWARD, "block_forward(Tensor x, Tensor w_router, Tensor[] b_router, Tensor[] select_bias, Tensor[] w, "
+         f"Tensor[] shared, Tensor[] shared_gate, {_RULE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")  # fmt: skip
+def block_forward(x: Tensor, w_router: Tensor, b_router: _Many, select_bias: _Many, w: _Many, shared: _Many, shared_gate: _Many, k: int,
+                  *layer: Any) -> _Steps:  # fmt: skip
     """out, logits, ids, weights, saved."""
     plan = _block_plan(x, w, shared, k, *layer)
     T, dtype, (c0, c1) = x.shape[0], _weight_dtype(x), _saved_line(plan)
@@ -386,11 +394,12 @@ def block_forward(x, w_router, b_router, select_bias, w, shared, shared_gate, k,
     yield plan, _form(*layer), T, x, w_router, b_router, select_bias, w, shared, shared_gate, logits, ids, weights, out, saved
 
 
-@_define(_core.BLOCK_BACKWARD, "block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, Tensor[] shared_gate, "
-         "Tensor logits, Tensor ids, Tensor weights, Tensor saved, Tensor dout, Tensor[] dlogits, "
+@_define(_core.BLOCK_BACKWARD, "block_backward(Tensor x, Tensor w_router, Tensor[] select_bias, Tensor[] w, Tensor[] shared, "
+         "Tensor[] shared_gate, Tensor logits, Tensor ids, Tensor weights, Tensor saved, Tensor dout, Tensor[] dlogits, "
          f"{_RULE}, Tensor[] b_router) -> Tensor[]")  # fmt: skip
-def block_backward(x, w_router, select_bias, w, shared, shared_gate, logits, ids, weights, saved, dout, dlogits,
-                   k, act, flags, alpha, limit, rule, eps, scale, b_router):  # fmt: skip
+def block_backward(x: Tensor, w_router: Tensor, select_bias: _Many, w: _Many, shared: _Many, shared_gate: _Many, logits: Tensor,
+                   ids: Tensor, weights: Tensor, saved: Tensor, dout: Tensor, dlogits: _Many, k: int, act: int, flags: int, alpha: float,
+                   limit: float, rule: Sequence[int], eps: float, scale: float, b_router: _Many) -> _Steps:  # fmt: skip
     """Gradients of x, w_router, b_router, w, shared and shared_gate, those that are given, in this order."""
     grads = [_like(x), _grad(w_router), *map(_like, b_router), *(_grad(t, t.dim() == 3) for t in (*w, *shared)), *map(_grad, shared_gate)]
     yield grads

@@ -83,7 +83,7 @@ fi
 
 passed=0 failed=0 skipped=0
 pytest() { # file: run from elsewhere, for the sources' own python/ must not be imported
-    local out count
+    local out
     out=$(cd "$build" && "$python" -m pytest -q -rs -p no:cacheprovider -W ignore --rootdir "$tests" "$tests/$1" 2>&1)
     echo "$out"
     count() { grep -E '(passed|failed|error).* in [0-9.]+s' <<<"$out" | tail -1 | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0; }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * pool_threads.c - the pool of python/fusedmoe/pool.c without an interpreter's lock around it: threads that take and give, and
- * forks in their midst. test_pool.py builds it plain and with the thread sanitizer. Without arguments: threads; with: forks. */
+ * pool_threads.c - the pool of python/fusedmoe/pool.c without an interpreter's lock around it: threads that take and
+ * give, and forks in their midst. test_pool.py builds it plain and with the thread sanitizer. Without arguments:
+ * threads; with: forks. */
 #include "pool.h"
 
 #include <pthread.h>

@@ -4,7 +4,7 @@
 # ones with LLaMA-Factory, and hypothesis draws from FMOE_SEED on; else its draws are always the same.
 # Closes with "N passed, N failed, N skipped". FMOE_VERSIONS=0 leaves the older versions out.
 set -u
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../.." || exit
 if ! python/setup.sh; then
     echo "0 passed, 1 failed, 0 skipped"
     exit 1

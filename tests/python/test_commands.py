@@ -165,7 +165,8 @@ def test_free_threaded_python_gets_an_extension_of_its_own():
     if not compiler or not Path(headers, "Python.h").exists():
         pytest.skip("no compiler, or no headers of Python")
     command = [compiler, "-E", "-dM", f"-I{headers}", f"-I{ROOT / 'include'}", str(ROOT / "python/core/module.c")]
-    defined = lambda *flags: "#define Py_LIMITED_API " in subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    output = lambda *flags: subprocess.run([*command, *flags], capture_output=True, text=True, check=True).stdout
+    defined = lambda *flags: "#define Py_LIMITED_API " in output(*flags)
     assert defined() and not defined("-DPy_GIL_DISABLED=1")
 
 

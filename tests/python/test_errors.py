@@ -3,7 +3,6 @@
 
 import inspect
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,9 +32,9 @@ CASES = {
     "w=[]": (lambda: experts(w=[]), ValueError, "experts: w has 0 tensors"),
     "w=w1": (lambda: experts(w=W1), TypeError, "experts: w is a torch.Tensor, expected a list"),
     "no bias": (lambda: experts(flags=Flag.BIAS), ValueError, "experts: w has 2 tensors, expected .*b1, b2"),
-    "bias without its flag": (lambda: experts(w=(W1, W2, W1[:, :, 0], W2[:, :, 0])), ValueError, "experts: w has 4 tensors, expected .*BIAS"),
-    "transposed": (lambda: experts(w=(W1.mT, W2.mT)), ValueError, r"w\[0\] is \[4, 8, 32\], expected \[E, 2\*I, H\] with x's H = 8.*TRANSPOSED"),
-    "transposed by flag only": (lambda: experts(flags=Flag.TRANSPOSED), ValueError, r"w\[0\] is \[4, 32, 8\], expected \[E, H, 2\*I\].*without"),
+    "bias without flag": (lambda: experts(w=(W1, W2, W1[:, :, 0], W2[:, :, 0])), ValueError, "experts: w has 4 tensors, expected .*BIAS"),
+    "transposed": (lambda: experts(w=(W1.mT, W2.mT)), ValueError, r"w\[0\] is \[4, 8, 32\], .* \[E, 2\*I, H\] with x's H = 8.*TRANSPOSED"),
+    "not transposed": (lambda: experts(flags=Flag.TRANSPOSED), ValueError, r"w\[0\] is \[4, 32, 8\], expected \[E, H, 2\*I\].*without"),
     "narrow w2": (lambda: experts(w=(W1, W2[..., :-1])), ValueError, r"w\[1\] is \[4, 8, 15\], expected \[E, H, I\] = \[4, 8, 16\]"),
     "fewer experts in w2": (lambda: experts(w=(W1, W2[:3])), ValueError, r"w\[1\] is \[3, 8, 16\], expected .*\[4, 8, 16\]"),
     "flat w1": (lambda: experts(w=(W1[0], W2)), ValueError, r"w\[0\] is \[32, 8\], expected \[E, 2\*I, H\]"),
@@ -75,7 +74,7 @@ CASES = {
     "route, bias": (lambda: fusedmoe.route(X, 2, select_bias=IDS[:, 0]), TypeError, "route: select_bias is torch.int64"),
     "route, k": (lambda: fusedmoe.route(X, 20), ValueError, "k is 20, more than E = 8"),
     "block, unknown keyword": (lambda: fusedmoe.block(X, ROUTER, [W1, W2], 2, renormalise=True), TypeError, r"^block\(\)"),
-    "block, router": (lambda: fusedmoe.block(X, ROUTER[:, 1:], [W1, W2], 2), ValueError, r"w_router is \[4, 7\], expected \[E, H\] = \[4, 8\]"),
+    "block, router": (lambda: fusedmoe.block(X, ROUTER[:, 1:], [W1, W2], 2), ValueError, r"w_router is \[4, 7\], .* \[E, H\] = \[4, 8\]"),
     "block, flags": (lambda: fusedmoe.block(X, ROUTER, [W1, W2], 2, flags=1 << 20), ValueError, "block: flags 0x100000"),
     "permute": (lambda: fusedmoe.permute(X.long(), IDS, E), TypeError, "permute: x is torch.int64"),
     "permute, flags": (lambda: fusedmoe.permute(X, IDS, E, 1 << 20), ValueError, "permute: flags 0x100000"),

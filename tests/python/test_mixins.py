@@ -51,7 +51,8 @@ def test_composed_matches_grouped_mm(family):
     differ = lambda a: float((a[0] != own[0]).float().mean())  # noqa: E731
     assert differ(composed) <= 1e-3  # another order of summation may turn a rounding, on another ISA
     assert differ(fused) <= 1e-3 if family == "GptOss" else differ(fused) > 0.1
-    assert all(rel(a, b) < 3e-2 for ours in (fused, composed) for a, b in zip(ours, own, strict=True))  # torch sums the gradient of a bias in bfloat16
+    # torch sums the gradient of a bias in bfloat16
+    assert all(rel(a, b) < 3e-2 for ours in (fused, composed) for a, b in zip(ours, own, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ if not V5:
 def in_huge_pages(*tensors):
     """MB, of all mappings in which the tensors are."""
     spans, inside, kilobytes = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors], False, 0
-    for line in open("/proc/self/smaps"):
+    for line in Path("/proc/self/smaps").read_text().splitlines():
         first, *rest = line.split()
         if first == "AnonHugePages:":
             kilobytes += inside * int(rest[0])

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of results, saved states, gradients and workspaces that is used again from step to step: who gets it, how much is kept, threads, fork, the end of a process."""
+"""Memory of results, saved states, gradients and workspaces that is used again from step to step.
+
+Who gets it, how much is kept, threads, fork, the end of a process.
+"""
 
 import copy
 import gc
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -184,7 +188,7 @@ def test_a_batch_of_another_size_finds_the_block():
 
 def test_memory_that_stays_free_is_the_systems():
     """LazyFree: the kernel takes it when it needs it. Not in a training loop, whose steps follow one another in less than a second."""
-    lazy = lambda: sum(int(line.split()[1]) for line in open("/proc/self/smaps") if line.startswith("LazyFree")) // 1024  # noqa: E731
+    lazy = lambda: sum(map(int, re.findall(r"^LazyFree: *(\d+)", Path("/proc/self/smaps").read_text(), re.M))) // 1024
     t, other, before = _core.empty_like(torch.empty(16 * MB)).fill_(1), _core.empty_like(torch.empty(MB)), lazy()
     del t, other
     assert lazy() - before <= 2
@@ -246,7 +250,8 @@ def test_gradients_are_ordinary_tensors():
 
 
 def test_a_result_as_out_and_resized():
-    """Inside its storage like any tensor. Beyond it torch refuses, as with numpy's memory, and nothing is lost: the block is still one, with its values."""
+    """Inside its storage like any tensor. Beyond it torch refuses, as with numpy's memory, and nothing is lost:
+    the block is still one, with its values."""
     a, b = torch.randn(MB), torch.randn(MB)
     out = _core.empty_like(a)
     at = out.data_ptr()
@@ -255,9 +260,10 @@ def test_a_result_as_out_and_resized():
     assert out.shape == (10,) and out.data_ptr() == at and torch.equal(out, a[:10] + b[:10])
     out.resize_(MB).copy_(a)
     whole = out.view(-1)  # torch leaves the new shape on what it could not resize
-    for grow in (lambda: out.resize_(MB + 1), lambda: out.untyped_storage().resize_(0), lambda: torch.add(torch.ones(MB + 2), 1, out=out)):
+    grow = lambda t: t.resize_(MB + 1), lambda t: t.untyped_storage().resize_(0), lambda t: torch.add(torch.ones(MB + 2), 1, out=t)
+    for beyond in grow:
         with pytest.raises(RuntimeError, match="not resizable"):
-            grow()
+            beyond(out)
         assert whole.data_ptr() == at and whole.untyped_storage().nbytes() == 4 * MB and torch.equal(whole, a)
     assert pool()[:2] == (4 * MB, 0)
     del out, whole

@@ -111,7 +111,8 @@ def begin(data, device):
     """A Pair and small sizes T, H, I, E, k, ones and zeros among them."""
     size = lambda *of: st.sampled_from(of)  # noqa: E731
     dtype = data.draw(st.sampled_from(DTYPES if device == "cpu" else DTYPES[:3]), label="dtype")
-    sizes = [data.draw(s, label=n) for n, s in zip("THIEk", (size(0, 1, 3, 9), size(1, 5, 16), size(1, 4, 8), size(1, 2, 5), size(1, 2, 3)))]
+    values = size(0, 1, 3, 9), size(1, 5, 16), size(1, 4, 8), size(1, 2, 5), size(1, 2, 3)
+    sizes = [data.draw(value, label=letter) for letter, value in zip("THIEk", values)]
     return Pair(data, device, dtype), *sizes
 
 

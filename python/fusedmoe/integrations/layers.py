@@ -17,7 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import autograd, ops
-from .log import _said, logger, say_once  # noqa: F401
+from .log import _said as _said
+from .log import logger as logger
+from .log import say_once as say_once
 from .probes import ProbeError, isolated
 
 

@@ -4,12 +4,12 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import checks
 from . import layers, peft, seams
 from . import transformers as hf
 from .layers import Layer
@@ -64,9 +64,9 @@ def _row(name: str, module: nn.Module, path: str, act: int | None, reason: str) 
 
 
 def _v5(name: str, module: nn.Module, adapters: str) -> Row:
-    chosen, why = hf.chosen(module), layers.misfit(module)
+    chosen, why, config = hf.chosen(module), layers.misfit(module), cast(Any, module.config)
     if why or not chosen:
-        return _row(name, module, "own", None, why or f'its experts_implementation is "{module.config._experts_implementation}"')
+        return _row(name, module, "own", None, why or f'its experts_implementation is "{config._experts_implementation}"')
     layer = layers.known(module) or layers.look_at(module)
     layer = layers.by_name(layer) if chosen == hf.COMPOSED else layer
     return _row(name, module, layer.path, layer.act, layer.why + adapters)
@@ -74,7 +74,8 @@ def _v5(name: str, module: nn.Module, adapters: str) -> Row:
 
 def _patched(name: str, module: nn.Module, bound: seams.Bound, adapters: str) -> Row:
     """Of a module with a function of ours, which calls the module's own forward where it cannot read the weights any more."""
-    layer, read = bound.options.get("layer"), bound.options.get("read")
+    layer: Any = bound.options.get("layer")
+    read = bound.options.get("read")
     if bound.__func__ is seams.list_block_forward:
         layer, read = Layer(bound.options["act"]), layers.list_weights
     elif bound.__func__ is seams.scaled_input_forward:
@@ -88,7 +89,7 @@ def _patched(name: str, module: nn.Module, bound: seams.Bound, adapters: str) ->
 
 def _why(module: nn.Module) -> str:
     """Why a module that is not ours is not."""
-    foreign = any(p.dtype not in ops.DTYPES for p in module.parameters())
+    foreign = any(p.dtype not in checks.DTYPES for p in module.parameters())
     return seams.left.get(module) or (layers.quantized(module) if foreign else "fusedmoe.apply was not called")
 
 

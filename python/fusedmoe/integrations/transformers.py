@@ -9,8 +9,9 @@ v4: ``apply(model)`` patches MoE blocks by their structure, after it has seen th
 import logging
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -19,15 +20,16 @@ from . import layers, seams
 NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
 
 
-def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple = (),
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, lora: tuple[Any, ...] = (),
                     composed: bool = False) -> Tensor:  # fmt: skip
     """The forward that transformers calls for every experts module whose implementation is "fusedmoe" or "fusedmoe_composed"."""
     layer = layers.layer_of(self, composed)
     if not layer.own:
         return layers.run(self, layer, hidden_states, top_k_index, top_k_weights, lora)
-    if not hasattr(type(self).forward, "__wrapped__"):
+    own: Callable[..., Tensor] | None = getattr(type(self).forward, "__wrapped__", None)
+    if own is None:
         raise RuntimeError(f"{type(self).__name__} is not a layer that fusedmoe knows, and it has no forward of its own")
-    return type(self).forward.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
+    return own(self, hidden_states, top_k_index, top_k_weights)
 
 
 _composed_forward = partial(experts_forward, composed=True)
@@ -36,7 +38,7 @@ _composed_forward = partial(experts_forward, composed=True)
 def chosen(module: nn.Module) -> str | None:
     """Which implementation of ours an experts module of v5 is to call; None: another's, or its own forward."""
     moe = sys.modules.get("transformers.integrations.moe")
-    function = moe and moe.ALL_EXPERTS_FUNCTIONS.get(module.config._experts_implementation)
+    function = moe and moe.ALL_EXPERTS_FUNCTIONS.get(cast(Any, module.config)._experts_implementation)
     return NAME if function is experts_forward else COMPOSED if function is _composed_forward else None
 
 
@@ -58,10 +60,10 @@ def register(replace_default: bool = False) -> bool:
         ExpertsInterface.register(name, experts_forward)
     ExpertsInterface.register(COMPOSED, _composed_forward)
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
-    if hasattr(fp8, "FP8ExpertsInterface"):
+    if fp8 is not None and hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)
     modeling = sys.modules.get("transformers.modeling_utils")
-    if hasattr(modeling, "PreTrainedModel"):
+    if modeling is not None and hasattr(modeling, "PreTrainedModel"):
         _accept_name(modeling.PreTrainedModel)
     return True
 
@@ -92,7 +94,7 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
     register()
     if routers is None:
         routers = any(p.device.type not in ("cpu", "meta") for p in model.parameters())
-    ours = [m for m in model.modules() if layers.is_v5_experts(m) and not layers.look_at(m).own]
+    ours: list[Any] = [m for m in model.modules() if layers.is_v5_experts(m) and not layers.look_at(m).own]
     for config in {id(m.config): m.config for m in ours}.values():
         if config._experts_implementation != NAME:
             vars(model).setdefault("_fmoe_previous", []).append((config, config._experts_implementation))

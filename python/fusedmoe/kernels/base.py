@@ -32,7 +32,7 @@ def current_accelerator() -> str:
 class BaseKernel(ABC):
     """A kernel: an id, the device it is for, and how it is applied to a model."""
 
-    _kernel_id: Any = ""
+    _kernel_id: str = ""
     _device: DeviceType = DeviceType.CPU
 
     @classmethod

@@ -28,14 +28,15 @@ shell_check() {
         xargs shellcheck --severity=warning --external-sources --check-sourced --source-path=.:SCRIPTDIR
 }
 
-# .clang-tidy says which checks. Two processes: it takes half a minute on two cores.
+# .clang-tidy says which checks. The analyzer looks into functions one by one (shallow), which takes a sixth of the time.
 clang_tidy() {
     local folder=build/lint
     cmake -S . -B $folder -DFMOE_CUDA=OFF -DFMOE_TESTS=OFF -DCMAKE_BUILD_TYPE=Release >build/lint.log || { cat build/lint.log && return 1; }
     $bin/python -c "
 import json
 for file in sorted({entry['file'] for entry in json.load(open('$folder/compile_commands.json'))}): print(file)" |
-        xargs -n 8 -P 2 $bin/clang-tidy -p $folder --quiet --extra-arg=-Wno-unknown-warning-option 2>$folder/clang-tidy.log
+        xargs -n 8 -P 2 $bin/clang-tidy -p $folder --quiet --extra-arg=-Wno-unknown-warning-option --extra-arg=-Xclang \
+            --extra-arg=-analyzer-config --extra-arg=-Xclang --extra-arg=mode=shallow 2>$folder/clang-tidy.log
 }
 
 mypy() { $bin/mypy; } # pyproject.toml says of what

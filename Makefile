@@ -69,7 +69,7 @@ format:
 
 docs:
 	tools/need.sh docs
-	.venv/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "docs: build/site/index.html"
 
 wheel:

@@ -42,21 +42,13 @@ def c_api() -> str:
     text = (ROOT / HEADER).read_text()
     top, _, rest = text.partition("*/")
     parts = ["# C API", "", comment_text(top.split("\n", 2)[2]), ""]
-    # "/* ---- Title ---- */" opens a section, "/* -- name: what it does ... */" an operation in it.
+    # "/* ---- Title ---- */" opens a section, with a text or without; "/* -- name: what it does ... */" an operation in it.
     body = rest.partition('extern "C" {')[2].partition("#endif\n")[2].rpartition("#ifdef __cplusplus")[0]
     for piece in re.split(r"^(?=/\* --(?:--)? )", body, flags=re.M):
-        found = re.match(r"/\* (--+) (.*?)(?: -+)? \*/", piece, re.S) or re.match(r"/\* (--) (.*?)\*/", piece, re.S)
+        section = re.match(r"/\* ---- (.*?) -+ \*(?:/|\n(.*?)\*/)", piece, re.S)
+        found = section or re.match(r"/\* -- ([^:.]*)[:.](.*?)\*/", piece, re.S)
         if found:
-            title, more = found[2], ""
-            if found[1] == "--":
-                title = re.split(r"[:.]", found[2], maxsplit=1)[0]
-                more = found[2][len(title) + 1 :]
-            parts += [
-                f"{'##' if len(found[1]) == 4 else '###'} {escaped(title)}",
-                "",
-                comment_text(" * " + more.strip()) if more else "",
-                "",
-            ]
+            parts += [f"{'##' if section else '###'} {escaped(found[1])}", "", comment_text(" * " + (found[2] or "").strip(" *")), ""]
             piece = piece[found.end() :]
         code = piece.strip("\n")
         parts += ["```c", code, "```", ""] if code.strip() else []

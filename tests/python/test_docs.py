@@ -205,3 +205,13 @@ def test_the_site_has_every_page_and_function():
     assert listed == made | {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
     functions = set(re.findall(r"FMOE_API [^;]*?(fmoe_\w+)\(", (ROOT / "include/fusedmoe.h").read_text()))
     assert len(functions) > 20 and {f for f in functions if f not in site.c_api()} == set()
+
+
+def test_the_site_builds(tmp_path):
+    """Without a warning: a link or an anchor that leads nowhere is one."""
+    pytest.importorskip("material", reason="mkdocs-material is not installed: make docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "c-api/index.html").read_text()
+    assert "fmoe_plan_create" in page and " ----" not in re.sub(r"<pre>.*?</pre>", "", page, flags=re.S)

@@ -23,7 +23,7 @@ def plain(x: Tensor, ids: Tensor, p: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
 
 
 def main() -> int:
-    assert Path(__file__).resolve().parent.parent not in Path(fusedmoe.__file__).resolve().parents, "the sources were imported"
+    assert Path(__file__).resolve().parents[1] / "python" not in Path(fusedmoe.__file__).resolve().parents, "the sources were imported"
     print(f"fusedmoe {fusedmoe.__version__} in {Path(fusedmoe.__file__).parent}, torch {torch.__version__}, level {fusedmoe.cpu_isa()}")
     torch.manual_seed(0)
     x, w1, w2 = torch.randn(T, H), torch.randn(E, 2 * I, H) / H**0.5, torch.randn(E, H, I) / I**0.5

@@ -224,7 +224,7 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int | s
 
     w_router: [E,H]; b_router: [E]. w, act, flags, alpha, limit: as in ``experts``. score to scale: as in ``route``.
     shared: [w1 [1,2S,H], w2 [1,H,S]] of a shared expert, whose result is added; shared_gate: [1,H], of the sigmoid that scales it.
-    All tensors are of x's dtype (select_bias: any floating point one).
+    All tensors are of x's dtype (select_bias [E]: any floating point one).
     """
     act, flags = checks.code("block", "act", Activation, act), checks.known_flags("block", flags)
     checks.floats("block", x=x, w_router=w_router)
@@ -257,7 +257,10 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of x [T,H] grouped by expert [T*k,H], the map from slot to row [T*k], and the rows each expert has [E]; ids: [T,k]."""
+    """x [T,H] and ids [T,k] -> x's rows grouped by expert [T*k,H], the row of each slot [T*k] int32, the rows of each expert [E] int64.
+
+    flags: which ids skip a slot (Flag.SKIP_E: E; Flag.SKIP_NEG1: -1); the row of such a slot is -1. Differentiable in x.
+    """
     checks.floats("permute", x=x)
     checks.integers("permute", "ids", ids)
     result: tuple[Tensor, Tensor, Tensor] = _Permute.apply(x, ids, E, checks.known_flags("permute", flags))  # type: ignore[no-untyped-call]
@@ -281,7 +284,10 @@ class _Unpermute(torch.autograd.Function):
 
 
 def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
-    """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]: y [R,H], row_map [T*k] as ``permute`` gives it, p [T,k] -> [T,H]."""
+    """out[t] = sum over j of p[t,j] * y[row of slot (t,j)]: y [R,H], row_map [T*k] as ``permute`` gives it, p [T,k] -> [T,H].
+
+    Slots that were skipped (row -1) add nothing. Differentiable in y and p.
+    """
     checks.floats("unpermute", y=y, p=p)
     checks.integers("unpermute", "row_map", row_map)
     out: Tensor = _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))  # type: ignore[no-untyped-call]
@@ -312,7 +318,7 @@ def _gmm_backward(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor |
 
 
 class GmmFunction(torch.autograd.Function):
-    """y[r] = x[r] . weight[group of r]: x [R,K], weight [E,K,N] in any layout, group_list [E] the rows of each group."""
+    """apply(x, weight, group_list): ``grouped_matmul`` without a bias. x [R,K], weight [E,K,N], group_list [E] -> [R,N]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int]) -> Tensor:
@@ -336,13 +342,17 @@ class _BiasedGmm(torch.autograd.Function):
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """``GmmFunction`` as a function, with a bias [E,N] of each group if there is one."""
+    """y[r] = x[r] . weight[g] + bias[g], g the group of row r: x [R,K], weight [E,K,N] in any layout, bias [E,N] or None -> [R,N].
+
+    group_list: [E], how many rows each group has, in their order; rows after the last group are 0. Differentiable.
+    Computed in autocast's dtype where that is on, else in weight's. Returns x's dtype.
+    """
     y: Tensor = GmmFunction.apply(x, weight, group_list) if bias is None else _BiasedGmm.apply(x, weight, group_list, bias)  # type: ignore[no-untyped-call]
     return y
 
 
 class HybridGmmFunction(torch.autograd.Function):
-    """A tuple of x_i . weight_i: apply(num_experts, *inputs, *weights), inputs [m_i,K], weights [K,N]."""
+    """apply(num_experts, *inputs, *weights): a tuple of x_i . weight_i, inputs [m_i,K], weights [K,N] -> [m_i,N]."""
 
     @staticmethod
     def forward(ctx: Any, num_experts: int, *args: Tensor) -> tuple[Tensor, ...]:
@@ -384,7 +394,10 @@ class _Activation(torch.autograd.Function):
 
 
 def activation(h: Tensor, act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0, limit: float = 0.0) -> Tensor:
-    """a [R,I] = act(h), h [R,2I] (gate, then up; with Flag.INTERLEAVED in turns) or [R,I] for the ungated ones."""
+    """act(h): h [R,2I] (gate, then up; with Flag.INTERLEAVED in turns), or [R,I] for the ungated ones -> [R,I]. Differentiable.
+
+    act: an ``Activation``, or its name. alpha, limit: of the activations that have them.
+    """
     act, flags = checks.code("activation", "act", Activation, act), checks.known_flags("activation", flags)
     checks.floats("activation", h=h)
     if act < ops.SILU and h.dim() and h.shape[-1] % 2:

@@ -80,7 +80,7 @@ def set_max_isa(name: str | None) -> None:
 
 
 def describe(x: Tensor, E: int, k: int, I: int, act: int | str = SWIGLU, flags: int = 0) -> str:
-    """Which kernels an experts layer with inputs like x will run, and why."""
+    """Which kernels an experts layer of inputs like x [T,H], with E experts of size I and k a token, will run, and why."""
     act, flags = checks.code("describe", "act", Activation, act), checks.known_flags("describe", flags)
     return _core.describe(_plan_for(EXPERTS, x, x.shape[-1], I, E, k=k, act=act, flags=flags))
 

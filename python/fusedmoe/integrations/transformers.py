@@ -114,7 +114,7 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
 
 
 def unapply(model: nn.Module) -> nn.Module:
-    """Undo apply."""
+    """Undo ``apply``: every layer of model runs as it did before. Returns the model."""
     for config, implementation in vars(model).pop("_fmoe_previous", ()):
         config._experts_implementation = implementation
     seams.unpatch(model)

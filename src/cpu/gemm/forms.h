@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * forms.h - which form of a product runs, and how it is divided: every choice, and every number that one depends on.
- * Pure functions of plain numbers: tested without the hardware (tests/unit/test_forms.c), and asked by fmoe_plan_describe
- * as by the products themselves. */
+ * Pure functions of plain numbers: tested without the hardware (tests/unit/test_forms.c), and asked by
+ * fmoe_plan_describe as by the products themselves. */
 #ifndef FMOE_CPU_FORMS_H
 #define FMOE_CPU_FORMS_H
 

@@ -6,8 +6,8 @@
  *
  *   what [of [out,in]], what [of [in,out]], condition: kernels
  *
- * and goes on in the next one, which is indented then. tests/unit/test_forms.c reads these lines and compares them with the
- * kernels that runs have called. */
+ * and goes on in the next one, which is indented then. tests/unit/test_forms.c reads these lines and compares them with
+ * the kernels that runs have called. */
 #include <stdarg.h>
 #include <stdio.h>
 

@@ -11,7 +11,7 @@
 #   make ascend-report   count launches and bytes on the simulated NPU, into docs/ascend.md
 #   make lint       ruff, mypy, clang-format, clang-tidy, shellcheck;  make format: mend what they can mend
 #   make docs       the documentation as a site, build/site
-#   make wheel      a manylinux wheel, dist/, tried in an empty environment (without CUDA: make wheel FMOE_CUDA=ON)
+#   make wheel      a manylinux wheel, dist/, tried in an empty environment (with CUDA: make wheel FMOE_CUDA=ON)
 #   make clean
 
 SHELL := /bin/bash

@@ -9,6 +9,7 @@ cd "$(dirname "$0")/.."
 tools/need.sh wheel
 bin=$PWD/.venv/bin
 work=$(mktemp -d)
+mkdir -p build
 trap 'rm -rf "$work"' EXIT
 
 export FMOE_CUDA=${FMOE_CUDA:-OFF}

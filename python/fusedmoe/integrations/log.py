@@ -20,7 +20,7 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
 say_once._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result without the compiler
 
 
-class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 cannot subscribe it
+class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]  # Python 3.10 has no StreamHandler[...]
     """Silent where somebody else shows the line: the handlers of a program may come after this one."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -273,7 +273,7 @@ def forward_memory() -> str:
     ]
     large = ", ".join(f"{v:.1f} times at {n}" for n, v in more if v > 1.1)
     rest = 100 * max(v - 1 for _, v in more if v <= 1.1)
-    return f"The peak of a forward without gradients is {large} of SonicMoE's; elsewhere it is at most {rest:.0f} % more."
+    return f"Peak memory of a forward without gradients, beside SonicMoE's: {large}; elsewhere at most {rest:.0f} % more."
 
 
 def h200_decode() -> str:

@@ -3,7 +3,7 @@
 
 import sys as _sys
 
-from . import _core, autograd, ops
+from . import _core, autograd, ops, routing
 from .autograd import GmmFunction, HybridGmmFunction, activation, block, experts, grouped_matmul, permute, route, unpermute
 from .enums import Activation, Flag, Score
 from .integrations.report import report
@@ -19,5 +19,6 @@ if "transformers.integrations.moe" in _sys.modules:
 
 __all__ = [
     "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "Score", "activation", "apply", "autograd", "block", "cpu_isa", "describe",
-    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "report", "route", "set_max_isa", "unapply", "unpermute",
+    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "report", "route", "routing", "set_max_isa", "unapply",
+    "unpermute",
 ]  # fmt: skip

@@ -4,6 +4,7 @@
 Only gradients that somebody asked for are computed; without any, the inference operators run and nothing is saved.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,6 +167,19 @@ class _Route(torch.autograd.Function):
         return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None, None
 
 
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, rule: tuple, eps: float, scale: float):
+        ctx.save_for_backward(logits, ids)
+        ctx.rule = rule, eps, scale
+        return ops.call(ops.route_replay, logits, ids, rule, eps, scale)
+
+    @staticmethod
+    def backward(ctx: Any, dweights: Tensor):
+        _no_second_derivative()
+        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None
+
+
 def _select_bias(op: str, bias: Tensor | None, like: Tensor) -> Tensor | None:
     if bias is None:
         return None
@@ -173,18 +187,35 @@ def _select_bias(op: str, bias: Tensor | None, like: Tensor) -> Tensor | None:
     return bias.detach().to(ops._weight_dtype(like))
 
 
+onlooker = threading.local()  # mode: who sees or answers the calls of route in this thread (fusedmoe.routing)
+
+
 def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize: bool = False, select_bias: Tensor | None = None,
           groups: int = 0, topk_groups: int = 0, group_score: int = 0, excluded_zero: bool = False, eps: float = 0.0,
-          scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+          scale: float = 1.0, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The k experts of each token: ids [T,k] int64 and weights [T,k] float32 (differentiable), from logits [T,E].
 
     score: a ``Score``, or its name: softmax over all, softmax over the chosen (topk_softmax), sigmoid, sqrt_softplus.
     renormalize: divide the weights of a token by their sum + eps. scale: multiply them, last.
     select_bias: [E], added to the scores for choosing alone. groups, topk_groups: choose groups of experts first, by their best score
     (group_score 0) or the sum of their two best (1); excluded_zero: the scores of the others count as 0, not as -inf.
+    ids: [T,k], chosen before, by this model or another one: nothing is chosen, and the weights are those of these experts.
     """
+    mode, rule = getattr(onlooker, "mode", None), dict(score=score, renormalize=renormalize, select_bias=select_bias, groups=groups,
+        topk_groups=topk_groups, group_score=group_score, excluded_zero=excluded_zero, eps=eps, scale=scale, ids=ids)  # fmt: skip
+    return _route(logits, k, **rule) if mode is None else mode.route(_route, logits, k, rule)
+
+
+def _route(logits: Tensor, k: int, score: int | str, renormalize: bool, select_bias: Tensor | None, groups: int, topk_groups: int,
+           group_score: int, excluded_zero: bool, eps: float, scale: float, ids: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     checks.floats("route", logits=logits)
     rule = checks.code("route", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
+    if ids is not None:
+        checks.integers("route", "ids", ids)
+        if ids.shape != (logits.shape[0], k):
+            raise ValueError(f"route: ids are {list(ids.shape)}, expected [T, k] = {[logits.shape[0], k]}")
+        ids = ids.to(torch.int64)
+        return ids, _Replay.apply(logits, ids, rule, float(eps), float(scale))  # type: ignore[no-untyped-call]
     bias = _select_bias("route", select_bias, logits)
     result: tuple[Tensor, Tensor] = _Route.apply(logits, bias, k, rule, float(eps), float(scale))  # type: ignore[no-untyped-call]
     return result

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import traceback
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import pytest
@@ -20,15 +21,23 @@ import torch
 
 import fusedmoe
 from common import V5, rel, step, tiny
-from fusedmoe import _core, ops
+from fusedmoe import _core, ops, routing
 
 IDS = torch.arange(4 * 16).view(4, 16) * 7 % 40 + 3
 SENTINEL = {"model.layers.*.mlp.gate": "ep_router", "model.layers.*.mlp.experts": "moe_tp_experts"}
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def _single(make):
-    return step(make(), IDS)
+def _drift():
+    """Experts that no router would choose, of every token of IDS in two layers."""
+    g = torch.Generator().manual_seed(8)
+    return torch.stack([torch.randperm(8, generator=g)[:2] for _ in range(2 * IDS.numel())]).view(*IDS.shape, 2, 2)
+
+
+def _single(make, replayed=False):
+    model = make()
+    with routing.replay(model, _drift()) if replayed else nullcontext():
+        return step(model, IDS)
 
 
 def _whole(p):
@@ -58,18 +67,19 @@ def _compare(loss, named, want, grad_of=_whole) -> dict:
     return {"error": errors[worst], "worst": worst}
 
 
-def _sharded(make, rank):
+def _sharded(make, rank, replayed=False):
     """FSDP2: each process has half of every parameter and half of the batch."""
     from torch.distributed.fsdp import fully_shard
 
-    want, model = _single(make), make()
+    want, model = _single(make, replayed), make()
     fusedmoe.apply(model)
     for module in model.modules():
         if type(module).__name__.endswith("DecoderLayer"):
             fully_shard(module)
     fully_shard(model)
-    mine = IDS[2 * rank : 2 * rank + 2]
-    loss = model(input_ids=mine, labels=mine).loss
+    mine = slice(2 * rank, 2 * rank + 2)
+    with routing.replay(model, _drift()[mine]) if replayed else nullcontext():
+        loss = model(input_ids=IDS[mine], labels=IDS[mine]).loss
     loss.backward()
     torch.distributed.all_reduce(loss.data)
     return _compare(loss.detach() / 2, model.named_parameters(), want)
@@ -77,6 +87,17 @@ def _sharded(make, rank):
 
 def fsdp2(rank, folder):
     return _sharded(lambda: tiny("Qwen3Moe"), rank)
+
+
+def fsdp2_replay(rank, folder):
+    """With recomputation, in a backward outside of the context."""
+
+    def make():
+        model = tiny("Qwen3Moe").train()
+        model.gradient_checkpointing_enable()
+        return model
+
+    return _sharded(make, rank, replayed=True)
 
 
 def fsdp2_lora(rank, folder):
@@ -93,15 +114,16 @@ def fsdp2_lora(rank, folder):
     return _sharded(make, rank)
 
 
-def _loaded(folder, **plan):
+def _loaded(folder, replayed=False, **plan):
     """transformers' own parallelism, from a checkpoint."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    want = _single(lambda: tiny("Qwen3Moe"))
+    want = _single(lambda: tiny("Qwen3Moe"), replayed)
     how = dict(distributed_config=DistributedConfig(**plan)) if PLANS else dict(tp_plan="auto")
     model = AutoModelForCausalLM.from_pretrained(folder, **how, experts_implementation="fusedmoe")
-    loss = model(input_ids=IDS, labels=IDS).loss
+    with routing.replay(model, _drift()) if replayed else nullcontext():
+        loss = model(input_ids=IDS, labels=IDS).loss
     loss.backward()
     return _compare(loss.detach(), model.named_parameters(), want)
 
@@ -122,6 +144,11 @@ def tensor_parallel(rank, folder):
 def expert_parallel_sentinel(rank, folder):
     """Each process has half of the experts, sees all tokens, and skips those whose id is the mark."""
     return _loaded(folder, **_experts("all_reduce", ep_plan=SENTINEL))
+
+
+def expert_parallel_sentinel_replay(rank, folder):
+    """The ids are those of all experts, wherever these are."""
+    return _loaded(folder, True, **_experts("all_reduce", ep_plan=SENTINEL))
 
 
 def expert_parallel_dispatch(rank, folder):
@@ -154,10 +181,10 @@ def zero3_leaf(rank, folder):
     return zero3(rank, folder, leaf=True)
 
 
-CHECKS = [fsdp2, fsdp2_lora, tensor_parallel] if V5 else []
+CHECKS = [fsdp2, fsdp2_replay, fsdp2_lora, tensor_parallel] if V5 else []
 PLANS = V5 and hasattr(importlib.import_module("transformers.distributed").DistributedConfig, "tp_size")
 if PLANS:  # older releases have no expert parallelism for Qwen3-MoE
-    CHECKS += [expert_parallel_sentinel, expert_parallel_dispatch]
+    CHECKS += [expert_parallel_sentinel, expert_parallel_sentinel_replay, expert_parallel_dispatch]
 if find_spec("deepspeed"):  # not among the development requirements: docs/integrations.md has how it was run
     CHECKS += [zero3, zero3_leaf] if V5 else [zero3_leaf]
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders with an adapter, and what the base model's configuration says about its experts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INTERLEAVED = {"gpt_oss"}
+_W_NAMES = {"mixtral", "minimax", "phimoe"}
+
+
+@dataclass
+class Facts:
+    """What tensors alone do not say; None: not known."""
+
+    experts: int | None = None
+    hidden: int | None = None
+    interleaved: bool | None = None  # gate and up: column by column, or one after the other
+    w_names: bool = False  # w1, w3, w2 in the place of gate_proj, up_proj, down_proj
+
+    @staticmethod
+    def of(base: str | Path) -> "Facts":
+        """From a configuration file, or a folder that has one."""
+        path = Path(base)
+        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        text = config.get("text_config") or config
+        number = lambda *names: next((text[n] for n in names if isinstance(text.get(n), int)), None)
+        kind = text.get("model_type", config.get("model_type", ""))
+        return Facts(number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), number("hidden_size"),
+                     kind in _INTERLEAVED, kind in _W_NAMES)  # fmt: skip
+
+
+@dataclass
+class Adapter:
+    """Tensors and configuration of a saved adapter."""
+
+    tensors: dict[str, Tensor]
+    config: dict[str, Any]
+
+    @property
+    def rank(self) -> int:
+        r = self.config.get("r")
+        if not isinstance(r, int) or r < 1:
+            raise ValueError(f"adapter_config.json: r is {r!r}, expected a positive integer")
+        return r
+
+    @property
+    def scale(self) -> float:
+        alpha = float(self.config.get("lora_alpha", self.rank))
+        return alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
+
+
+def load(folder: str | Path) -> Adapter:
+    """adapter_config.json with adapter_model.safetensors, or adapter_model.bin."""
+    folder = Path(folder)
+    if not (folder / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"{folder}: no adapter_config.json")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for name in ("use_dora", "lora_bias", "alora_invocation_tokens"):
+        if config.get(name):
+            raise NotImplementedError(f"{folder}: {name} is set: this is not plain LoRA")
+    for name in ("rank_pattern", "alpha_pattern"):
+        if config.get(name):
+            raise NotImplementedError(f"{folder}: {name} is {config[name]}: one rank and one alpha for the whole adapter are known")
+    if (folder / "adapter_model.safetensors").is_file():
+        from safetensors.torch import load_file
+
+        return Adapter(load_file(folder / "adapter_model.safetensors"), config)
+    if (folder / "adapter_model.bin").is_file():
+        return Adapter(torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True), config)
+    raise FileNotFoundError(f"{folder}: neither adapter_model.safetensors nor adapter_model.bin")
+
+
+def save(adapter: Adapter, folder: str | Path) -> None:
+    """Into a folder that has no adapter yet."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if (folder / "adapter_config.json").exists() or (folder / "adapter_model.safetensors").exists():
+        raise FileExistsError(f"{folder}: has an adapter already")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.contiguous().clone() for n, t in adapter.tensors.items()}, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(adapter.config, indent=2, sort_keys=True) + "\n")

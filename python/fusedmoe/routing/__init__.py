@@ -12,6 +12,6 @@ The experts are those of the record; their weights are computed from the live lo
 
 from .context import Record, Replay, checkpoint, record, release, replay
 from .formats import from_sglang, from_vllm, place
-from .sites import Site, sites
+from .sites import Site, routers
 
-__all__ = ["Record", "Replay", "Site", "checkpoint", "from_sglang", "from_vllm", "place", "record", "release", "replay", "sites"]
+__all__ = ["Record", "Replay", "Site", "checkpoint", "from_sglang", "from_vllm", "place", "record", "release", "replay", "routers"]

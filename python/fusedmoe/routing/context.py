@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from ..autograd import onlooker
 from . import formats
 from .choice import Choice
-from .sites import Site, sites, stacks
+from .sites import Site, routers, stacks
 
 _now = threading.local()  # asked: the open records and replays; None: nobody can say
 
@@ -67,7 +67,7 @@ def _after(module: nn.Module, args: tuple, result: Any) -> None:
 def _install(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise TypeError("routing: a model in DataParallel runs as copies of itself on parts of a batch; use DDP or FSDP")
-    found = sites(model)
+    found = routers(model)
     if not found:
         raise ValueError(f"routing: {type(model).__name__} has no router that fusedmoe knows")
     for module, _ in found.values():

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..integrations import layers, probes, routers, seams
+from ..integrations import layers, probes, seams
+from ..integrations import routers as rules
 from .choice import Choice, Seen, watching
 
 TOKENS = 24  # of a probe: no number of experts, groups or choices is likely to be the same
@@ -77,12 +78,12 @@ def _twin(module: nn.Module) -> nn.Module:
     """A copy with random weights and without experts."""
     shallow = copy.copy(module)
     shallow._modules = {n: _NoExperts() if n in _experts(module) else m for n, m in module._modules.items()}
-    shallow.__dict__ = {n: v for n, v in vars(shallow).items() if not isinstance(v, seams.Bound) or v.__func__ is routers.forward}
+    shallow.__dict__ = {n: v for n, v in vars(shallow).items() if not isinstance(v, seams.Bound) or v.__func__ is rules.forward}
     for name in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
                  "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"):  # fmt: skip
         shallow.__dict__[name] = type(vars(module)[name])()
     bound = vars(module).get("forward")
-    twin = routers.random_twin(shallow).float()
+    twin = rules.random_twin(shallow).float()
     if isinstance(bound, seams.Bound):  # a function of ours, on this copy
         twin.forward = seams.Bound(bound.__func__, twin, **bound.options)
     for buffer in twin.buffers():
@@ -146,6 +147,8 @@ def _probed(module: nn.Module) -> Site | None:
             except _PROBLEMS as found:
                 problem = problem or found
                 continue
+            if seen.calls and seen.ids[-1].numel() != TOKENS * seen.calls[-1][1]:
+                continue  # of another width, and viewed as fewer tokens
             if seen.calls:
                 return _site(twin, arguments, seen, results)
             ids = [i for i, t in enumerate(results) if t.dtype == torch.int64 and t.dim() == 2 and len(t) == TOKENS]
@@ -171,7 +174,7 @@ def _site(twin: nn.Module, arguments: tuple, seen: Seen, results: list[Tensor]) 
     site = Site("", E, k, turn, groups)
     other = (rows + 1) % E
     same, changed = (_run(twin, arguments, Choice("", E, k, turn, groups, ids, False)) for ids in (rows, other))
-    if len(rows) != TOKENS or not all(map(torch.equal, same, results)):
+    if not all(map(torch.equal, same, results)):
         site.refused = "it does not compute from its choice what it would compute by itself"
     elif results and E > 1 and all(map(torch.equal, changed, results)):
         site.refused = "its choice changes nothing that it returns"
@@ -219,7 +222,7 @@ def _of_layer(block: nn.Module, known: dict) -> tuple[str, Site] | None:
     return None
 
 
-def sites(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
+def routers(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
     """The routers of a model by name, in the order of its modules, and how to replay each. Remembered on the routers."""
     found: dict[str, tuple[nn.Module, Site]] = {}
     known: dict[tuple, Any] = {}

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of loading a checkpoint with one tensor an expert into transformers v5's stacked experts, on the CPU, one process or two.
+
+    python bench/loading.py [--layers 8] [--csv loading.csv]
+
+Each way runs in processes of its own. `peak` is the largest anonymous memory of a process (of two: of each) beyond what it had before it
+loaded, and `held` what it has when all is done, both as multiples of the checkpoint. Pages of the file itself are the page cache's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+SIZES = dict(vocab_size=1024, hidden_size=512, moe_intermediate_size=384, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+             num_experts=64, num_experts_per_tok=8)  # fmt: skip
+
+
+def anonymous() -> int:
+    """Bytes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) << 10
+
+
+class Peak(threading.Thread):
+    """The largest anonymous memory while it runs, looked at every two milliseconds."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before = self.most = anonymous()
+        self.done = False
+
+    def run(self) -> None:
+        while not self.done:
+            self.most = max(self.most, anonymous())
+            time.sleep(0.002)
+
+
+def _shard(model):
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def plain(folder, **how):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16", experts_implementation="eager", **how)
+
+
+def ours(folder):
+    import fusedmoe
+
+    return fusedmoe.apply(plain(folder))
+
+
+def every_process(folder):
+    """Each process loads all of it, then FSDP2 cuts it up."""
+    return _shard(ours(folder))
+
+
+def first_process(folder):
+    """The first process loads, the others have shapes alone; FSDP2 cuts empty models up, and the weights are sent layer by layer."""
+    import torch
+    import transformers
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    import fusedmoe
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    state = plain(folder).state_dict() if torch.distributed.get_rank() == 0 else {}
+    _shard(fusedmoe.apply(model)).to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True)
+    set_model_state_dict(model, state, options=options)
+    return model
+
+
+def transformers_plan(folder):
+    """transformers cuts up while it loads: each process reads what is its own."""
+    from transformers.distributed import DistributedConfig
+
+    import fusedmoe
+
+    return fusedmoe.apply(plain(folder, distributed_config=DistributedConfig(fsdp_size=2)))
+
+
+WAYS = {
+    "from_pretrained, eager": (1, plain),
+    "from_pretrained, fusedmoe": (1, ours),
+    "2 processes, each loads, FSDP2": (2, every_process),
+    "2 processes, the first loads, FSDP2": (2, first_process),
+    "2 processes, DistributedConfig(fsdp_size=2)": (2, transformers_plan),
+}
+
+
+def child(folder: str, way: str, out: str) -> None:
+    import torch
+    import transformers
+
+    import fusedmoe
+
+    processes, load = WAYS[way]
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    import torch.distributed.fsdp
+
+    small = transformers.Qwen3MoeConfig(**{**SIZES, "hidden_size": 8, "moe_intermediate_size": 8, "vocab_size": 8}, num_hidden_layers=1)
+    small = fusedmoe.apply(transformers.Qwen3MoeForCausalLM(small))  # what is imported late is no memory of loading
+    with tempfile.TemporaryDirectory() as other:
+        small.save_pretrained(other)
+        plain(other)
+    if processes > 1:
+        torch.distributed.init_process_group("gloo")
+    peak = Peak()
+    peak.start()
+    model = load(folder)
+    gc.collect()
+    if processes > 1:
+        torch.distributed.barrier()
+    peak.done = True
+    peak.join()
+    rank = int(os.environ.get("RANK", "0"))
+    Path(out, f"{rank}.json").write_text(json.dumps([peak.most - peak.before, anonymous() - peak.before]))
+    del model
+    if processes > 1:
+        torch.distributed.destroy_process_group()
+
+
+def measure(folder: str, way: str) -> list[list[int]]:
+    processes = WAYS[way][0]
+    with tempfile.TemporaryDirectory() as out, socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+        s.close()
+        env = dict(os.environ, WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MALLOC_TRIM_THRESHOLD_="0")
+        command = [sys.executable, __file__, "--child", folder, way, out]
+        running = [subprocess.Popen(command, env=dict(env, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(processes)]
+        if any(p.wait(timeout=300) for p in running):
+            raise RuntimeError(f"{way}: a process failed")
+        return [json.loads(Path(out, f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--csv")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(*args.child)
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = transformers.Qwen3MoeConfig(**SIZES, num_hidden_layers=args.layers, intermediate_size=512)
+        torch.set_default_dtype(torch.bfloat16)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        size = sum(f.stat().st_size for f in Path(folder).glob("*.safetensors"))
+        from safetensors import safe_open
+
+        with safe_open(next(Path(folder).glob("*.safetensors")), "pt") as file:
+            names = list(file.keys())
+        assert any(".experts.0.gate_proj." in name for name in names), "one tensor an expert"
+        rows = []
+        for way in WAYS:
+            found = measure(folder, way)
+            peaks, held = ("/".join(f"{one[i] / size:.2f}" for one in found) for i in (0, 1))
+            rows.append(dict(way=way, checkpoint_mib=size >> 20, peak=peaks, held=held))
+            print(f"{way:43}  peak {peaks:>10}  held {held:>10}  of {size >> 20} MiB")
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

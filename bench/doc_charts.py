@@ -239,12 +239,28 @@ def draw_forms(plt: Any, d: Any) -> Any:
     return figure
 
 
+def kl_data() -> Any:
+    ways = {"bfloat16 rollout": ("bfloat16", "no"), "the same, routing replayed": ("bfloat16", "yes")}
+    return {n: [float(r["kl"]) for r in pick("rl_kl", rollout=dtype, replay=replay)] for n, (dtype, replay) in ways.items()}
+
+
+def draw_kl(plt: Any, d: Any) -> Any:
+    figure, axis = plt.subplots(figsize=(9, 4), layout="constrained")
+    for (name, values), color in zip(d.items(), ("#D55E00", "#0072B2"), strict=True):
+        axis.plot(range(len(values)), values, color=color, label=name, lw=1.8)
+    axis.set(yscale="log", xlabel="step", ylabel="KL(rollout || trainer), a token", title="GRPO on a tiny MoE model, trainer in float32")
+    axis.grid(color="#dddddd")
+    axis.legend()
+    return figure
+
+
 FIGURES = {
     "overview": (overview_data, draw_overview),
     "h200-peers": (peers_data, draw_peers),
     "cpu-share": (share_data, draw_share),
     "lora": (lora_data, draw_lora),
     "memory-forms": (forms_data, draw_forms),
+    "rl-kl": (kl_data, draw_kl),
 }
 
 

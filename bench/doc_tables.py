@@ -472,6 +472,20 @@ def finetune() -> str:
     return table("machine | eager: tokens/s; MB of a step | grouped_mm | fusedmoe", rows)
 
 
+def rl_kl() -> str:
+    ways = (("bfloat16", "no"), ("bfloat16", "yes"), ("float32", "no"))
+    rows = (
+        [f"{dtype} | {replay}", f"{one('rl_kl', 'kl', rollout=dtype, replay=replay):.1e}",
+         f"{100 * one('rl_kl', 'other_experts', rollout=dtype, replay=replay):.1f} %"]
+        for dtype, replay in ways
+    )  # fmt: skip
+    return table("rollout | replay | KL a token, mean of the steps | tokens and layers with other experts", rows)
+
+
+def loading() -> str:
+    return table("way | peak | held", ([r["way"], *(r[c].replace("/", " and ") for c in ("peak", "held"))] for r in load("loading")))
+
+
 def zen4_levels() -> str:
     rows = []
     for level, dtype, step in dict.fromkeys((r["level"], r["dtype"], r["pass"]) for r in load("cpu_levels")):
@@ -534,6 +548,8 @@ TABLES: dict[str, Callable[[], str]] = {
         zen4_peers,
         zen4_lora,
         finetune,
+        rl_kl,
+        loading,
         zen4_levels,
         xeon_dense,
         xeon_peers,

@@ -4,7 +4,8 @@
     python examples/grpo.py [--steps 6] [--csv kl.csv]
 
 It prints the reward, the KL divergence of the trainer from the rollout (exact, over the vocabulary, a token) and the share of tokens and
-layers in which the two chose other experts; last, a rollout in float32 without replay. In the place of `generate` there may be vLLM or SGLang: routing.from_vllm, routing.from_sglang.
+layers in which the two chose other experts; last, a rollout in float32 without replay. In the place of `generate` there may be vLLM or
+SGLang: routing.from_vllm, routing.from_sglang.
 """
 
 import argparse

@@ -47,7 +47,8 @@ model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
     vocab_size=len(WORDS), hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=8, num_experts=8, num_experts_per_tok=2, pad_token_id=0, bos_token_id=1, eos_token_id=1))  # fmt: skip
 trainer = ReplayTrainer(
-    model=fusedmoe.apply(model), processing_class=tokenizer, reward_funcs=lambda completions, **_: [float(c.count("cat")) for c in completions],
+    model=fusedmoe.apply(model), processing_class=tokenizer,
+    reward_funcs=lambda completions, **_: [float(c.count("cat")) for c in completions],
     train_dataset=datasets.Dataset.from_dict({"prompt": ["one two", "three", "four one dog", "sun hill"] * 4}),
     args=trl.GRPOConfig(output_dir="out", max_steps=4, logging_steps=1, learning_rate=1e-2, bf16=False, use_cpu=True, report_to=[],
                         save_strategy="no", per_device_train_batch_size=8, num_generations=4, max_completion_length=8,

@@ -347,6 +347,16 @@ def test_another_number_of_tokens(model):
     assert step(model, drawn(1))
 
 
+def test_routers_in_two_towers():
+    both = torch.nn.ModuleDict(dict(one=tiny("Qwen3Moe"), two=tiny("Qwen3Moe")))
+    with pytest.raises(ValueError, match=r"routers in 'one\.model\.layers', 'two\.model\.layers'"):
+        routing.record(both)
+    with routing.record(both.two) as seen:
+        both.one(input_ids=IDS)
+        both.two(input_ids=IDS)
+    assert seen.ids.shape == (T, 2, 2)
+
+
 def test_models_without_a_router():
     with pytest.raises(ValueError, match="Linear has no router"):
         routing.record(torch.nn.Linear(2, 2))

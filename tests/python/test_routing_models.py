@@ -162,3 +162,23 @@ def test_controls(kind):
     assert 0 <= rel(columns[0], want[0]) < 1e-5, "columns permuted: the same sum in another order"
     with routing.replay(copy.deepcopy(model), ids.flip(1)):
         assert same(step(model), want), "another model's replay"
+
+
+@pytest.mark.skipif("deepseek_v4" not in KINDS, reason="this version has none")
+def test_a_table_of_token_ids_is_compared():
+    model = make("deepseek_v4")
+    with torch.no_grad():
+        for m in model.modules():
+            if hasattr(m, "tid2eid"):
+                m.tid2eid.copy_(torch.stack([torch.randperm(8)[:2] for _ in m.tid2eid]))
+    with routing.record(model) as seen:
+        want = step(model)
+    table = next(site for site in seen.sites if site.output >= 0)
+    ids = seen.ids.clone()
+    ids[:, table.layer] = ids[:, table.layer].flip(1)  # in another order they are the same experts
+    with routing.replay(model, ids):
+        assert same(step(model), want)
+    ids[4, table.layer] = (ids[4, table.layer] + 1) % 8
+    message = rf"layer {table.layer} .*token 4: ids \[.*\], and its table of token ids has \["
+    with pytest.raises(ValueError, match=message), routing.replay(model, ids):
+        step(model)

@@ -169,13 +169,14 @@ class _Route(torch.autograd.Function):
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, rule: tuple, eps: float, scale: float):
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, rule: tuple[int, ...], eps: float, scale: float) -> Tensor:
         ctx.save_for_backward(logits, ids)
         ctx.rule = rule, eps, scale
-        return ops.call(ops.route_replay, logits, ids, rule, eps, scale)
+        weights: Tensor = ops.call(ops.route_replay, logits, ids, rule, eps, scale)
+        return weights
 
     @staticmethod
-    def backward(ctx: Any, dweights: Tensor):
+    def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
         return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None
 
@@ -201,9 +202,13 @@ def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize
     (group_score 0) or the sum of their two best (1); excluded_zero: the scores of the others count as 0, not as -inf.
     ids: [T,k], chosen before, by this model or another one: nothing is chosen, and the weights are those of these experts.
     """
-    mode, rule = getattr(onlooker, "mode", None), dict(score=score, renormalize=renormalize, select_bias=select_bias, groups=groups,
-        topk_groups=topk_groups, group_score=group_score, excluded_zero=excluded_zero, eps=eps, scale=scale, ids=ids)  # fmt: skip
-    return _route(logits, k, **rule) if mode is None else mode.route(_route, logits, k, rule)
+    rule: dict[str, Any] = dict(score=score, renormalize=renormalize, select_bias=select_bias, groups=groups, topk_groups=topk_groups,
+                                group_score=group_score, excluded_zero=excluded_zero, eps=eps, scale=scale, ids=ids)  # fmt: skip
+    mode = getattr(onlooker, "mode", None)
+    if mode is None:
+        return _route(logits, k, **rule)
+    result: tuple[Tensor, Tensor] = mode.route(_route, logits, k, rule)
+    return result
 
 
 def _route(logits: Tensor, k: int, score: int | str, renormalize: bool, select_bias: Tensor | None, groups: int, topk_groups: int,

@@ -20,14 +20,14 @@ SIZES = dict(
     moe_num_experts=8, num_experts_per_tok=2, num_experts_per_token=2, moe_topk=2, moe_k=2, top_k_experts=2, moe_top_k=2,
     norm_topk_prob=True, decoder_sparse_step=1, first_k_dense_replace=0, num_dense_layers=0, n_group=2, topk_group=1, num_expert_group=2,
     n_shared_experts=1, num_shared_experts=1, moe_num_shared_experts=1, kv_lora_rank=16, q_lora_rank=32, qk_rope_head_dim=8,
-    qk_nope_head_dim=8, v_head_dim=8, shared_expert_intermediate_size=24, moe_shared_expert_intermediate_size=16, index_n_heads=2, index_head_dim=16, index_topk=8,
-    enable_moe_block=True, vocab_size_per_layer_input=16, hidden_size_per_layer_input=8, linear_conv_kernel_dim=2, linear_key_head_dim=8,
-    linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
-    mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, mamba_expand=2, n_groups=1, attn_layer_offset=1, attn_layer_period=2,
-    expert_layer_offset=0, expert_layer_period=1, moe_layer_start_index=0, moe_layer_interval=1, moe_layer_freq=1, moe_hidden_size=32,
-    ffn_hidden_size=48, expert_ffn_hidden_size=16, zero_expert_num=3, num_layers=2, kv_channels=8, pad_token_id=0, bos_token_id=1,
-    eos_token_id=2, shared_intermediate_size=16, moe_latent_size=None, swiglu_limit=7.0, o_lora_rank=16, o_groups=2,
-    mlp_layer_types=["sparse", "sparse"],
+    qk_nope_head_dim=8, v_head_dim=8, shared_expert_intermediate_size=24, moe_shared_expert_intermediate_size=16, index_n_heads=2,
+    index_head_dim=16, index_topk=8, enable_moe_block=True, vocab_size_per_layer_input=16, hidden_size_per_layer_input=8,
+    linear_conv_kernel_dim=2, linear_key_head_dim=8, linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
+    mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_num_heads=4, mamba_head_dim=16, ssm_state_size=8, mamba_expand=2, n_groups=1,
+    attn_layer_offset=1, attn_layer_period=2, expert_layer_offset=0, expert_layer_period=1, moe_layer_start_index=0, moe_layer_interval=1,
+    moe_layer_freq=1, moe_hidden_size=32, ffn_hidden_size=48, expert_ffn_hidden_size=16, zero_expert_num=3, num_layers=2, kv_channels=8,
+    pad_token_id=0, bos_token_id=1, eos_token_id=2, shared_intermediate_size=16, moe_latent_size=None, swiglu_limit=7.0, o_lora_rank=16,
+    o_groups=2, mlp_layer_types=["sparse", "sparse"],
 )  # fmt: skip
 HYBRID = ["linear_attention", "full_attention"]
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}

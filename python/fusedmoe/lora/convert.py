@@ -22,7 +22,7 @@ def convert(adapter: Adapter, to: str, facts: Facts, layout: str | None = None) 
         config["target_parameters"] = sorted(f"{b}.experts.{part}_proj" for b in block for part in fused)
     else:
         config["target_parameters"] = None
-        leaves = {"gate_up": ("gate_up_proj",), "down": ("down_proj",)}
+        leaves: dict[str, tuple[str, ...]] = {"gate_up": ("gate_up_proj",), "down": ("down_proj",)}
         if to == "per-expert":
             names = ("w1", "w3", "w2") if facts.w_names else ("gate_proj", "up_proj", "down_proj")
             leaves = {"gate_up": names[:2], "down": names[2:]}

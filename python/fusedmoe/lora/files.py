@@ -28,10 +28,10 @@ class Facts:
         path = Path(base)
         config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
         text = config.get("text_config") or config
-        number = lambda *names: next((text[n] for n in names if isinstance(text.get(n), int)), None)
+        names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+        experts, hidden = next((text[n] for n in names if isinstance(text.get(n), int)), None), text.get("hidden_size")
         kind = text.get("model_type", config.get("model_type", ""))
-        return Facts(number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), number("hidden_size"),
-                     kind in _INTERLEAVED, kind in _W_NAMES)  # fmt: skip
+        return Facts(experts, hidden if isinstance(hidden, int) else None, kind in _INTERLEAVED, kind in _W_NAMES)
 
 
 @dataclass

@@ -5,7 +5,9 @@ All of it is copies and permutations of numbers: what is read and written again 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +53,7 @@ def read(adapter: Adapter, facts: Facts, layout: str | None = None) -> Experts:
     return {"flat": _read_flat, "per-expert": _read_each, "sglang3d": _read_deep}[kind](adapter, facts, layout)
 
 
-def _pairs(found: dict, what: str) -> None:
+def _pairs(found: Mapping[Any, dict[str, Tensor]], what: str) -> None:
     for key, pair in found.items():
         if set(pair) != {"A", "B"}:
             raise LayoutError(f"{what} {key}: lora_{'A' if 'B' in pair else 'B'} is missing")
@@ -88,7 +90,7 @@ def readings(adapter: Adapter, facts: Facts, layout: str | None) -> dict[str, Re
         rows = {n for pair in pairs.values() for n in (pair["A"].shape[0], pair["B"].shape[1])}
         if len(rows) > 1:
             raise LayoutError(f"{module}: lora_A and lora_B have {sorted(rows)} rows and columns, expected E*r in all")
-        E = _count(*rows, adapter.rank, facts, module)
+        E = _count(rows.pop(), adapter.rank, facts, module)
         widths = {depth: (pair["A"].shape[1], pair["B"].shape[0]) for depth, pair in pairs.items()}
         found[module] = Reading(*_roles(module, widths, adapter, facts, layout), E)
     return found
@@ -147,7 +149,7 @@ def _roles(module: str, widths: dict[int, tuple[int, int]], adapter: Adapter, fa
 
 # ---- one expert at a time, and SGLang's stacks --------------------------------------------------------------------------
 def _read_each(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
-    out, found = Experts(), {}
+    out, found = Experts(), dict[str, dict[str, dict[int, dict[str, Tensor]]]]()
     for name, t in adapter.tensors.items():
         match = _EACH.fullmatch(name)
         if match is None:
@@ -158,6 +160,7 @@ def _read_each(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
             raise LayoutError(f"{name}: given twice, under two names")
         pair[match[4]] = t
     for module, parts in found.items():
+        out.layers[module] = layer = {}
         E = facts.experts or 1 + max(e for each in parts.values() for e in each)
         for part, each in parts.items():
             missing = sorted(set(range(E)) - set(each)) or sorted(set(each) - set(range(E)))
@@ -169,20 +172,19 @@ def _read_each(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
             if len(shapes) > 1 or any(a[0] != adapter.rank or b[1] != adapter.rank for a, b in shapes):
                 raise LayoutError(f"{module}: {part}: factors {sorted(shapes)}, expected A [r, in] and B [out, r] with r = {adapter.rank}, "
                                   "the same for all experts")  # fmt: skip
-            parts[part] = tuple(torch.stack([each[e][of] for e in range(E)]) for of in "AB")
-        _both(module, parts)
-        out.layers[module] = parts
+            layer[part] = torch.stack([each[e]["A"] for e in range(E)]), torch.stack([each[e]["B"] for e in range(E)])
+        _both(module, layer)
     return out
 
 
-def _both(module: str, parts: dict) -> None:
+def _both(module: str, parts: dict[str, Factors]) -> None:
     for has, lacks in (("gate", "up"), ("up", "gate")):
         if has in parts and lacks not in parts:
             raise LayoutError(f"{module}: {has} has an adapter, and {lacks} has none")
 
 
 def _read_deep(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
-    out, found = Experts(), {}
+    out, found = Experts(), dict[str, dict[str, dict[str, Tensor]]]()
     for name, t in adapter.tensors.items():
         match = _DEEP.fullmatch(name)
         if match is None:
@@ -257,7 +259,8 @@ def write(experts: Experts, layout: str, facts: Facts) -> dict[str, Tensor]:
             continue
         stacks = {"down": parts["down"]} if "down" in parts else {}
         if "gate" in parts:
-            stacks["gate_up"] = tuple(torch.cat((parts["gate"][i], parts["up"][i]), 1) for i in range(2))
+            (a, gate), (b, up) = parts["gate"], parts["up"]
+            stacks["gate_up"] = torch.cat((a, b), 1), torch.cat((gate, up), 1)
         for part, factors in stacks.items():
             for of, t in zip("AB", factors):
                 tensors[f"{module}.{part}_proj.lora_{of}.weight"] = t

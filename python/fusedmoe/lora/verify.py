@@ -44,17 +44,17 @@ class Proof:
 
 def deltas(adapter: Adapter, facts: Facts, layout: str | None = None) -> tuple[Deltas, dict[str, Tensor], int]:
     """dW of each expert in float64, the tensors that are of no expert, and how many were used."""
-    kind, found, used = layout_of(adapter.tensors), {}, 0
+    kind, found, each, used = layout_of(adapter.tensors), Deltas(), dict[tuple[str, str], dict[int, Tensor]](), 0
     tensors = {re.sub(r"(lora_[AB])\.\w+\.weight$", r"\1.weight", name): t for name, t in adapter.tensors.items()}
     known = readings(adapter, facts, layout) if kind == "flat" else {}  # which reading it is: all that is shared with the conversion
     for name, A in tensors.items():
         stem, end = name.removesuffix(".lora_A.weight"), ".lora_A.weight"
-        module = re.match(r".*\bexperts\b", stem)
-        if not name.endswith(end) or not module:
+        prefix = re.match(r".*\bexperts\b", stem)
+        if not name.endswith(end) or not prefix:
             continue
         if (B := tensors.get(stem + ".lora_B.weight")) is None:
             raise LayoutError(f"{stem}: lora_B is missing")
-        A, B, rest, module = A.double(), B.double() * adapter.scale, stem[len(module[0]) :].strip("."), module[0]
+        A, B, rest, module = A.double(), B.double() * adapter.scale, stem[len(prefix[0]) :].strip("."), prefix[0]
         if kind == "flat":
             part, E = known[module].parts[rest.count("base_layer")], known[module].E
             formula = "ore,eri->eio" if known[module].old else "ore,eri->eoi"
@@ -66,16 +66,15 @@ def deltas(adapter: Adapter, facts: Facts, layout: str | None = None) -> tuple[D
             found[module, "down"] = B @ A
         elif kind == "per-expert" and (match := re.fullmatch(r"(\d+)\.(\w+)", rest)):
             part = {"w1": "gate", "w3": "up", "w2": "down"}.get(match[2], match[2].removesuffix("_proj"))
-            found.setdefault((module, part), {})[int(match[1])] = B @ A
+            each.setdefault((module, part), {})[int(match[1])] = B @ A
         else:
             continue
         used += 2
-    for (module, part), each in found.items():
-        if isinstance(each, dict):
-            E = facts.experts or max(max(d) for d in found.values() if isinstance(d, dict)) + 1
-            if sorted(each) != [*range(E)]:
-                raise LayoutError(f"{module}: {part}: experts {sorted(set(range(E)) ^ set(each))} are missing, or too many")
-            found[module, part] = torch.stack([each[e] for e in range(E)])
+    for (module, part), dense in each.items():
+        E = facts.experts or max(max(d) for d in each.values()) + 1
+        if sorted(dense) != [*range(E)]:
+            raise LayoutError(f"{module}: {part}: experts {sorted(set(range(E)) ^ set(dense))} are missing, or too many")
+        found[module, part] = torch.stack([dense[e] for e in range(E)])
     taken = {module for module, _ in found}
     return found, {n: t for n, t in tensors.items() if not any(n.startswith(f"{module}.") for module in taken)}, used
 
@@ -84,7 +83,7 @@ def _split(found: Deltas, facts: Facts) -> Deltas:
     """gate and up in the place of gate_up."""
     if facts.interleaved is None and any(part == "gate_up" for _, part in found):
         raise LayoutError("how gate and up are arranged is not known: --base, or --gates")
-    out = {}
+    out = Deltas()
     for (module, part), t in found.items():
         if part == "gate_up":
             half = t.shape[1] // 2

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..autograd import onlooker
 
+Function = Callable[..., Any]
+Route = Callable[..., tuple[Tensor, Tensor]]
+
 
 class TopK(NamedTuple):
     """What torch.topk returns."""
@@ -29,7 +32,7 @@ def _read(scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: b
     return (scores, k) if largest and dim in (-1, scores.dim() - 1) and out is None else None
 
 
-def call_of(func: Callable, args: tuple, kwargs: dict) -> tuple[Tensor, int] | None:
+def call_of(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int] | None:
     """The scores and k of a torch function that chooses the largest along the last dimension; None: it does something else."""
     if func is not torch.topk and func is not Tensor.topk:
         return None
@@ -50,13 +53,13 @@ class Seen(TorchFunctionMode):
         self.calls.append((int(scores.shape[-1]), int(k), scores.dim()))
         self.ids.append(ids)
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result, call = func(*args, **(kwargs or {})), call_of(func, args, kwargs or {})
         if call is not None:
             self._note(*call, result[1])
         return result
 
-    def route(self, own: Callable, logits: Tensor, k: int, rule: dict) -> tuple[Tensor, Tensor]:
+    def route(self, own: Route, logits: Tensor, k: int, rule: dict[str, Any]) -> tuple[Tensor, Tensor]:
         result = own(logits, k, **rule)
         self._note(logits, k, result[0])
         return result
@@ -69,9 +72,10 @@ class Choice(TorchFunctionMode):
         super().__init__()
         self.name, self.E, self.k, self.turn, self.groups = name, E, k, turn, groups
         self.rows, self.native = rows, native  # native: some rows are -1
-        self.calls, self.chosen = 0, None
+        self.calls = 0
+        self.chosen: Tensor | None = None
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         call = call_of(func, args, kwargs)
         if call is None:
@@ -85,7 +89,7 @@ class Choice(TorchFunctionMode):
             if self.rows is None:
                 self.chosen = self._checked(scores, k, own)
                 return result
-            self.chosen = ids = self._checked(scores, k, own if self.native else None)
+            ids = self.chosen = self._checked(scores, k, own if self.native else None)
             ids = ids.view(*scores.shape[:-1], k)
             return TopK(scores.gather(-1, ids), ids)
         if now in self.groups and self.rows is not None:
@@ -93,7 +97,7 @@ class Choice(TorchFunctionMode):
             return TopK(scores.gather(-1, groups), groups)
         return func(*args, **kwargs)
 
-    def route(self, own: Callable, logits: Tensor, k: int, rule: dict) -> tuple[Tensor, Tensor]:
+    def route(self, own: Route, logits: Tensor, k: int, rule: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """The same for ``fusedmoe.route``."""
         now = self.calls
         self.calls += 1
@@ -113,6 +117,7 @@ class Choice(TorchFunctionMode):
             raise RuntimeError(f"routing: {self.name} chooses {k} of {scores.shape[-1]} experts, and chose {self.k} of {self.E} before")
         rows = self.rows
         if rows is None:
+            assert own is not None
             return own
         T = scores.numel() // self.E
         if rows.shape[0] != T:
@@ -123,6 +128,7 @@ class Choice(TorchFunctionMode):
 
     def _open(self, scores: Tensor, own: Tensor | None) -> Tensor:
         """The groups of experts that a token may choose from: those of its ids, or a score would be gathered where it was masked."""
+        assert self.rows is not None
         groups = self.rows.to(scores.device, torch.int64) // (self.E // scores.shape[-1])
         if own is None:
             return groups

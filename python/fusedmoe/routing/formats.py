@@ -79,7 +79,7 @@ def place(sequences: Sequence[Any], lengths: Sequence[int] | None = None, mask: 
     found = [tensor(t) for t in sequences]
     if mask is not None and mask.dim() != 2:
         raise ValueError(f"place: mask is {list(mask.shape)}, expected [B, S]")
-    counts = [int(n) for n in (lengths if mask is None else mask.bool().sum(1))]
+    counts = [int(n) for n in (mask.bool().sum(1) if mask is not None else lengths or ())]
     if len(found) != len(counts) or not found:
         raise ValueError(f"place: {len(found)} sequences, and {'lengths' if mask is None else 'mask'} is of {len(counts)}")
     for i, (t, n) in enumerate(zip(found, counts)):
@@ -87,7 +87,7 @@ def place(sequences: Sequence[Any], lengths: Sequence[int] | None = None, mask: 
             raise ValueError(f"place: sequence {i} is {list(t.shape)}, expected [n, L, k] as the first, {list(found[0].shape)}")
         if len(t) > n:
             raise ValueError(f"place: sequence {i} has {len(t)} rows and {n} tokens")
-    kind = torch.promote_types(*(max((t.dtype for t in found), key=lambda d: d.itemsize),) * 2)
+    kind = max((t.dtype for t in found), key=lambda dtype: dtype.itemsize)
     rows = [torch.cat((t.to(kind), t.new_full((n - len(t), *t.shape[1:]), -1, dtype=kind))) for t, n in zip(found, counts)]
     if mask is None:
         return torch.cat(rows)

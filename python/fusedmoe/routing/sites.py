@@ -209,8 +209,8 @@ def _of_layer(block: nn.Module, known: dict) -> tuple[str, Site] | None:
         if (key := _key(module)) not in known:
             try:
                 known[key] = _probe(module)
-            except probes.ProbeError as problem:
-                known[key] = problem
+            except probes.ProbeError as failed:
+                known[key] = failed
         found = known[key]
         if isinstance(found, Site):
             return name, copy.copy(found)

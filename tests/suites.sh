@@ -42,7 +42,7 @@ check_level() { # level: the checks with the levels above it switched off
 # ---- release, and the simulated CANN: what more than one suite needs ----
 ascend=$(cd tests/ascend && ls test_*.c | sed 's/\.c$//' | tr '\n' ' ')
 # torch_npu also opens libraries of CANN that none of the C tests needs
-cann="sim_opapi_cann81 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
+cann="sim_opapi_cann81 sim_opapi_cann85 sim_opapi_nogmm sim_hccl sim_acl_op_compiler sim_ge_runner sim_graph sim_acl_tdt_channel sim_split"
 make_variant release "$build" "fmoe_c_tests $ascend $cann" -DCMAKE_BUILD_TYPE=Release -DFMOE_CUDA=OFF
 released=$?
 
@@ -86,6 +86,9 @@ if [ $released = 0 ]; then
         suite install tests/install.sh "$build"
         for program in $ascend; do # other versions and other libraries, the same operators
             suite "$program-cann81" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann81" "$bin/ascend/$program"
+        done
+        for program in test_ascend_layer test_ascend_vendor; do
+            suite "$program-cann85" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann85" "$bin/ascend/$program"
         done
         suite test_ascend_ops-split env FMOE_ASCEND_PATH="$root/tests/ascend_sim/split" "$bin/ascend/test_ascend_ops"
         if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then

@@ -42,9 +42,11 @@ typedef struct fmoe_acl {
 #undef ACL_FN
 #undef ACL_OP
     char version[32]; /* of CANN, "" when it does not say */
+    int number;       /* 100 * major + minor of it; 0: not known. What CANN can do is asked of its symbols first */
     char soc[64];
+    bool is_950;
     uint32_t devices;
-    bool mixed_probs; /* UnpermuteGrad takes f32 probs with 16-bit tokens (CANN 8.5 and later) */
+    bool mixed_probs; /* UnpermuteGrad is known to take f32 probs with 16-bit tokens (CANN 8.5 and later) */
 } fmoe_acl;
 #undef T
 #undef TL

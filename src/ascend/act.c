@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * act.c - the activations. SwiGLU in its usual layout and the ungated ones are one operator each. Everything else is
- * composed of element-wise operators, in f32 whatever the plan's dtype is, so that only the result is rounded:
- *     a  = s(g) * v(u)          dg = s'(g) * (da * v(u))          du = v'(u) * (da * s(g))
- * Gates and ups are views of h: halves of its columns, or every other column. */
+ * act.c - the activations. SwiGLU in its usual layout and the ungated ones are one operator each, and so are, where
+ * CANN has ClippedSwiglu, those that clamp gate and up, in both layouts. Everything else is composed of element-wise
+ * operators, in f32 whatever the plan's dtype is, so that only the result is rounded: a  = s(g) * v(u)          dg =
+ * s'(g) * (da * v(u))          du = v'(u) * (da * s(g)) Gates and ups are views of h: halves of its columns, or every
+ * other column. */
 #include "ops.h"
 
 typedef struct {
@@ -95,6 +96,22 @@ static bool fused(const asc_call *c, const asc_view *h)
     return c->p->d.act == FMOE_ACT_SWIGLU && !(c->p->d.flags & FMOE_INTERLEAVED) && asc_is_packed(h);
 }
 
+/* ClippedSwiglu: gpt-oss's activation (a bias of 1 for the ups) and, with alpha 1 and no bias, the clamped SwiGLU. */
+bool asc_act_clipped(const fmoe_acl *acl, const fmoe_desc *d)
+{
+    return acl->aclnnClippedSwiglu && acl->aclnnClippedSwigluGrad && clamps_gate(d->act);
+}
+
+static void clipped(asc_call *c, asc_view h, asc_view a, const asc_view *da, asc_view dh)
+{
+    const fmoe_desc *d = &c->p->d;
+    const bool oai = d->act == FMOE_ACT_SWIGLU_OAI, pairs = d->flags & FMOE_INTERLEAVED;
+    const double alpha = oai ? (double)d->act_alpha : 1, limit = (double)d->act_limit, bias = oai ? 1 : 0;
+    const aclTensor *td = da ? asc_t(c, *da) : NULL, *th = asc_t(c, h), *to = asc_t(c, da ? dh : a);
+    if (da) ASC_LAUNCH(c, ClippedSwigluGrad, td, th, NULL, -1, alpha, limit, bias, pairs, to);
+    else ASC_LAUNCH(c, ClippedSwiglu, th, NULL, -1, alpha, limit, bias, pairs, to);
+}
+
 static void ungated(asc_call *c, asc_view h, asc_view a)
 {
     switch (c->p->d.act) {
@@ -147,6 +164,8 @@ void asc_act(asc_call *c, asc_view h, asc_view a)
     if (fused(c, &h)) {
         const aclTensor *th = asc_t(c, h), *ta = asc_t(c, a);
         ASC_LAUNCH(c, SwiGlu, th, -1, ta);
+    } else if (asc_act_clipped(c->acl, &c->p->d)) {
+        clipped(c, h, a, NULL, h);
     } else if (!c->p->gated) {
         ungated(c, h, a);
     } else {
@@ -168,6 +187,8 @@ void asc_act_gradient(asc_call *c, asc_view da, asc_view h, asc_view dh)
     if (fused(c, &h)) {
         const aclTensor *td = asc_t(c, da), *th = asc_t(c, h), *tr = asc_t(c, dh);
         ASC_LAUNCH(c, SwiGluGrad, td, th, -1, tr);
+    } else if (asc_act_clipped(c->acl, d)) {
+        clipped(c, h, h, &da, dh);
     } else if (!c->p->gated) {
         ungated_gradient(c, da, h, dh);
     } else {

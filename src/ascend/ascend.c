@@ -49,6 +49,22 @@ static asc_keep choose_keep(const fmoe_desc *d)
     return say && strcmp(say, "lean") == 0 ? KEEP_LEAN : KEEP_ALL;
 }
 
+/* MoeInitRoutingV3 saves a launch, but torch_npu sends these sizes to V2 before CANN 8.5 for speed.
+ * FMOE_ASCEND_ROUTING=v2 or v3 overrules the table, as far as the symbols are there. */
+static bool choose_routing(const fmoe_acl *acl, const fmoe_desc *d)
+{
+    static const struct {
+        int64_t E, H;
+        int before;
+    } slower[] = {{128, 2048, 805}}; /* Qwen3-30B-A3B */
+    const char *say = getenv("FMOE_ASCEND_ROUTING");
+    if (!acl->aclnnMoeInitRoutingV3 || !acl->aclnnMoeInitRoutingV2) return acl->aclnnMoeInitRoutingV3 != NULL;
+    if (say && (strcmp(say, "v2") == 0 || strcmp(say, "v3") == 0)) return say[1] == '3';
+    for (size_t i = 0; i < sizeof slower / sizeof *slower; i++)
+        if (d->E == slower[i].E && d->H == slower[i].H && acl->number && acl->number < slower[i].before) return false;
+    return true;
+}
+
 static fmoe_status plan_init(fmoe_plan_impl *p)
 {
     const fmoe_acl *acl = NULL;
@@ -61,6 +77,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     if (!plan) return fmoe_fail(FMOE_ERR_NOMEM, "Ascend: no memory for a plan");
     plan->acl = acl;
     plan->keep = choose_keep(&p->d);
+    plan->routing_v3 = choose_routing(acl, &p->d);
     plan->skip = (p->d.flags & (FMOE_SKIP_NEG1 | FMOE_SKIP_E)) != 0;
     const char *check = getenv("FMOE_ASCEND_CHECK");
     plan->check = check && *check && strcmp(check, "0") != 0;
@@ -134,15 +151,21 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     if (p->d.op == FMOE_OP_EXPERTS)
         len = snprintf(text, n,
                        "ascend: CANN %s on %s\n  rows: %s\n  products: aclnnGroupedMatmul%s\n  activation: %s\n  kept "
-                       "for backward: %s\n  skip marks: %s\n",
+                       "for backward: %s\n  skip marks: %s\n  dp of f32 routing weights: %s\n",
                        acl->version[0] ? acl->version : "(version unknown)", acl->soc,
-                       acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV3"
-                                                  : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
+                       plan->routing_v3             ? "aclnnMoeInitRoutingV3"
+                       : acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV2 + Cast (chosen for these sizes)"
+                                                    : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
                        p->d.E == 1                 ? ": one expert, aclnnMm"
                        : acl->aclnnGroupedMatmulV5 ? "V5"
                                                    : "V4 (V5 is not there)",
-                       fused ? "aclnnSwiGlu" : "element-wise operators in f32", kept[plan->keep],
-                       plan->skip ? "ids are masked first (E+1 buckets)" : "none");
+                       fused                         ? "aclnnSwiGlu"
+                       : asc_act_clipped(acl, &p->d) ? "aclnnClippedSwiglu"
+                                                     : "element-wise operators in f32",
+                       kept[plan->keep], plan->skip ? "ids are masked first (E+1 buckets)" : "none",
+                       p->d.dtype == FMOE_F32 || acl->mixed_probs
+                           ? "f32"
+                           : "rounded to the plan's dtype (this CANN is not known to take both)");
     else
         len = snprintf(text, n, "ascend: CANN %s on %s\n", acl->version[0] ? acl->version : "(version unknown)",
                        acl->soc);
@@ -155,9 +178,10 @@ size_t fmoe_ascend_info(char *text, size_t n)
     int len;
     if (fmoe_acl_get(&acl) != FMOE_OK) len = snprintf(text, n, "ascend: not available: %s\n", fmoe_last_error());
     else
-        len = snprintf(text, n, "ascend: %u %s, CANN %s, GroupedMatmul%s, MoeInitRouting%s\n", acl->devices, acl->soc,
+        len = snprintf(text, n, "ascend: %u %s, CANN %s, GroupedMatmul%s, MoeInitRouting%s%s\n", acl->devices, acl->soc,
                        acl->version[0] ? acl->version : "(version unknown)", acl->aclnnGroupedMatmulV5 ? "V5" : "V4",
-                       acl->aclnnMoeInitRoutingV3 ? "V3" : "V2");
+                       acl->aclnnMoeInitRoutingV3 ? "V3" : "V2",
+                       acl->mixed_probs ? "" : ", gradients of f32 routing weights rounded to 16 bits");
     return len < 0 ? 0 : (size_t)len;
 }
 

@@ -55,6 +55,16 @@ static fmoe_status set_device(asc_call *c)
     return c->status;
 }
 
+/* An executor that phase 2 will not take. Phase 1 has put it into CANN's operator cache, and destroyed as it is it
+ * would leave an entry without tasks: the next call of the same shapes would answer 0 and run nothing. Made repeatable
+ * it is out of the cache. An operator that refuses that was never in it. */
+static void drop_executor(const fmoe_acl *acl, aclOpExecutor *executor)
+{
+    if (!executor) return;
+    if (acl->aclSetAclOpExecutorRepeatable(executor) != 0) acl->aclGetRecentErrMsg();
+    acl->aclDestroyAclOpExecutor(executor);
+}
+
 static void set_up(asc_call *c, const fmoe_plan_impl *p)
 {
     c->p = p;
@@ -71,6 +81,9 @@ static void set_up(asc_call *c, const fmoe_plan_impl *p)
     c->device_before = -1;
     c->op_workspace = 0;
     c->executor = NULL;
+    /* torch_npu names cached executors by hashes of its own, and leaves that on when one of its calls throws: ours
+     * would be stored under its name. */
+    if (c->acl->UnInitPTACacheThreadLocal) c->acl->UnInitPTACacheThreadLocal();
 }
 
 fmoe_status asc_begin(asc_call *c, const fmoe_plan_impl *p, const fmoe_run *run)
@@ -403,7 +416,7 @@ static void hand_over(asc_call *c, const char *name, asc_phase2 phase2, void *at
     }
     if (l) asc_fail(c, FMOE_ERR_DEVICE, "%s: the caller's queue did not take it (%d)", name, code);
     else asc_fail(c, FMOE_ERR_NOMEM, "%s: no memory to queue it", name);
-    if (c->executor) c->acl->aclDestroyAclOpExecutor(c->executor);
+    drop_executor(c->acl, c->executor);
     free(l);
 }
 
@@ -415,10 +428,10 @@ void asc_launch(asc_call *c, const char *name, aclnnStatus phase1, asc_phase2 ph
         snprintf(what, sizeof what, "%sGetWorkspaceSize", name);
         fail_vendor(c, what, phase1);
     } else if (c->measure) {
-        c->acl->aclDestroyAclOpExecutor(c->executor);
+        drop_executor(c->acl, c->executor);
         if (c->op_workspace) room(c, (size_t)c->op_workspace + ROOM);
     } else if (c->op_workspace && !room(c, (size_t)c->op_workspace)) {
-        c->acl->aclDestroyAclOpExecutor(c->executor);
+        drop_executor(c->acl, c->executor);
     } else if (c->submit) {
         hand_over(c, name, phase2, workspace, c->op_workspace);
     } else {

@@ -18,14 +18,14 @@ static bool wants_w2(const fmoe_weights *dw) { return dw->w2 || dw->down; }
 
 static bool is_wide(const fmoe_tensor *t) { return t && fmoe_tensor_dtype(t) == FMOE_F32; }
 
-/* Running sums are needed for f32 gradients of 16-bit plans and for long lists. */
-static bool needs_running(const asc_call *c, const fmoe_experts_args *a)
+/* Running sums are needed for f32 gradients of 16-bit plans, unless counts will do, and for long lists. */
+static bool needs_running(const asc_call *c, const fmoe_experts_args *a, const asc_groups *g)
 {
     const fmoe_desc *d = &c->p->d;
-    if (d->E == 1) return false;
     if (d->E > 128 && (a->w.up || a->w.down)) return true;
-    return d->dtype != FMOE_F32 && (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) ||
-                                    is_wide(a->dw.gate) || is_wide(a->dw.up) || is_wide(a->dw.down));
+    return asc_sums_needed(c, g) && d->dtype != FMOE_F32 &&
+           (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) || is_wide(a->dw.gate) ||
+            is_wide(a->dw.up) || is_wide(a->dw.down));
 }
 
 static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
@@ -49,7 +49,8 @@ static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
         if (!s->r.map.data) s->r = again;
     }
     s->g = (asc_groups){.n = d->E, .list = s->r.counts};
-    if (needs_running(c, a)) asc_running(c, &s->g);
+    if (needs_running(c, a, &s->g)) asc_running(c, &s->g);
+    if (a->dw.b1 && a->dw.b2) s->g.ones = asc_ones(c, R, dtype); /* for both */
     if (!s->h.data && (below || w2 || a->dweights)) {
         s->h = asc_new2(c, dtype, R, c->p->h_cols);
         asc_up(c, &a->w, s->xp, &s->g, s->h);

@@ -51,7 +51,7 @@ static void backward(asc_call *c, const fmoe_gmm_args *a, uint32_t flags)
     dy = asc_packed_as(c, dy, wide ? ACL_FLOAT : dtype);
     const bool f32_grads =
         (a->dw && fmoe_tensor_dtype(a->dw) == FMOE_F32) || (a->dbias && fmoe_tensor_dtype(a->dbias) == FMOE_F32);
-    if (dtype != ACL_FLOAT && g.n > 1 && f32_grads) asc_running(c, &g);
+    if (dtype != ACL_FLOAT && f32_grads && asc_sums_needed(c, &g)) asc_running(c, &g);
     if (a->dx) {
         const size_t mark = c->used;
         const bool add = flags & FMOE_ADD_DX;
@@ -168,8 +168,21 @@ static void list_product(asc_call *c, const asc_view *x, const asc_view *w, cons
                    ty, NULL, NULL);
 }
 
-/* Does CANN see this matrix as transposed? Members of one call must agree. */
-static bool looks_turned(const asc_view *v) { return !asc_is_packed(v); }
+/* CANN's test for a transposed matrix, which members of one call must agree on. 1x1 always passes for one. */
+static bool looks_turned(const asc_view *v) { return v->strides[0] == 1 && v->strides[1] == v->dims[0]; }
+
+/* A packed matrix, or the turned view of one, with regular strides; one row or column as `turned` says, for it is both.
+ */
+static asc_view regular(asc_call *c, asc_view v, bool turned)
+{
+    const asc_view back = asc_turn(v);
+    const bool plain = asc_is_packed(&v);
+    if (!plain && !asc_is_packed(&back)) v = asc_packed_as(c, v, v.dtype);
+    else if (!plain || (turned && asc_is_packed(&back)))
+        v = asc_turn(asc_shape(back, 2, back.dims[0], back.dims[1], 0));
+    else v = asc_shape(v, 2, v.dims[0], v.dims[1], 0);
+    return v;
+}
 
 static void products(asc_call *c, const fmoe_tensor *x, const fmoe_tensor *w, const fmoe_tensor *bias,
                      const fmoe_tensor *y, bool turn, bool add)
@@ -184,13 +197,9 @@ static void products(asc_call *c, const fmoe_tensor *x, const fmoe_tensor *w, co
         int64_t n = 0;
         for (; at < E && n < 128; at++) {
             if (x[at].shape[0] == 0) continue;
-            asc_view m = asc_of(&w[at]);
-            if (turn) m = asc_turn(m);
-            const asc_view back = asc_turn(m);
-            if (!asc_is_packed(&m) && !asc_is_packed(&back)) m = asc_packed_as(c, m, m.dtype);
-            if (n > 0 && looks_turned(&m) != looks_turned(&vw[0])) {
-                if (m.dims[0] != 1 && m.dims[1] != 1) break; /* the next call */
-            }
+            const asc_view stored = asc_of(&w[at]);
+            const asc_view m = regular(c, turn ? asc_turn(stored) : stored, n > 0 && looks_turned(&vw[0]));
+            if (n > 0 && looks_turned(&m) != looks_turned(&vw[0])) break; /* the next call */
             vx[n] = asc_packed_as(c, asc_of(&x[at]), dtype);
             vw[n] = m;
             vy[n] = asc_target(c, &y[at], dtype, add);

@@ -118,6 +118,29 @@ static fmoe_status bind(void *const *libs, fmoe_acl *acl)
     return missing("symbols", lost.text);
 }
 
+/* The number says little: without ASCEND_HOME_PATH CANN answers "", and files of 8.1 exist that say 7.7. So nothing is
+ * refused for it, symbols decide (bind), and where only the number could tell, unknown means no. FMOE_ASCEND_MIXED=1
+ * (or 0) overrules: mixed dtypes are the one thing without a symbol of their own. */
+static void read_version(fmoe_acl *acl)
+{
+    aclVersion v;
+    char text[256] = "", package[] = "ops_transformer";
+    memset(&v, 0, sizeof v);
+    if (acl->aclsysGetCANNVersion && acl->aclsysGetCANNVersion(0, &v) == 0)
+        snprintf(text, sizeof v.version, "%.127s", v.version);
+    if (!text[0] && (!acl->aclsysGetVersionStr || acl->aclsysGetVersionStr(package, text) != 0)) text[0] = 0;
+    text[sizeof text - 1] = 0;
+    snprintf(acl->version, sizeof acl->version, "%.31s", text);
+    int major = 0, minor = 0;
+    if (sscanf(acl->version, "%d.%d", &major, &minor) >= 1 && major >= 8 && major < 100 && minor >= 0 && minor < 100)
+        acl->number = 100 * major + minor;
+    const char *say = secure_getenv("FMOE_ASCEND_MIXED");
+    if (say && *say) acl->mixed_probs = strcmp(say, "0") != 0;
+    else
+        acl->mixed_probs = acl->number >= 805 || acl->aclnnGroupedMatmulAddV2 || acl->aclnnMoeGatingTopKBackward ||
+                           acl->aclnnClippedSwiglu; /* each of these is newer than 8.5 */
+}
+
 static fmoe_status start(fmoe_acl *acl)
 {
     /* 100002: torch_npu or the program itself was here before us. We never finalize. */
@@ -133,28 +156,18 @@ static fmoe_status start(fmoe_acl *acl)
     }
     const char *soc = acl->aclrtGetSocName();
     snprintf(acl->soc, sizeof acl->soc, "%s", soc ? soc : "unknown");
-    /* The first 910 (A) and 310P have no grouped matmul for training. */
+    /* The first 910 (A, and a plain "Ascend910B" without a number) and 310P have no grouped matmul for training. */
     static const char *const refused[] = {"Ascend910A", "Ascend910Pro", "Ascend910Premium", "Ascend310"};
+    bool old = strcmp(acl->soc, "Ascend910B") == 0;
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++)
-        if (strncmp(acl->soc, refused[i], strlen(refused[i])) == 0) {
-            snprintf(reason, sizeof reason, "%s has no grouped matrix product; 910B, 910_93 or 950 is needed",
-                     acl->soc);
-            return FMOE_ERR_BACKEND;
-        }
-    aclVersion v;
-    memset(&v, 0, sizeof v);
-    if (acl->aclsysGetCANNVersion && acl->aclsysGetCANNVersion(0, &v) == 0) {
-        v.version[sizeof v.version - 1] = 0;
-        snprintf(acl->version, sizeof acl->version, "%.31s", v.version);
-        int major = 0, minor = 0;
-        if (sscanf(acl->version, "%d.%d", &major, &minor) >= 1) {
-            acl->mixed_probs = major > 8 || (major == 8 && minor >= 5);
-            if (major < 8 || (major == 8 && minor < 1)) {
-                snprintf(reason, sizeof reason, "CANN %s is too old, 8.1 or later is needed", acl->version);
-                return FMOE_ERR_BACKEND;
-            }
-        }
+        old = old || strncmp(acl->soc, refused[i], strlen(refused[i])) == 0;
+    if (old) {
+        snprintf(reason, sizeof reason, "%s has no grouped matrix product; 910B1 to 910B4, 910_93 or 950 is needed",
+                 acl->soc);
+        return FMOE_ERR_BACKEND;
     }
+    acl->is_950 = strncmp(acl->soc, "Ascend950", 9) == 0;
+    read_version(acl);
     return FMOE_OK;
 }
 

@@ -119,7 +119,7 @@ asc_view asc_do_Clamp(asc_call *c, asc_view x, const double *low, const double *
 
 asc_view asc_packed_as(asc_call *c, asc_view v, aclDataType dtype)
 {
-    if (v.dtype == dtype && asc_is_packed(&v)) return v;
+    if (v.dtype == dtype && asc_is_packed(&v)) return asc_shape(v, v.ndim, v.dims[0], v.dims[1], v.dims[2]);
     asc_view like = v;
     like.dtype = dtype;
     const asc_view to = asc_like(c, like);
@@ -137,7 +137,7 @@ asc_view asc_packed(asc_call *c, const fmoe_tensor *t)
 asc_view asc_target(asc_call *c, const fmoe_tensor *t, aclDataType dtype, bool add)
 {
     asc_view v = asc_of(t);
-    if (!add && v.dtype == dtype && asc_is_packed(&v)) return v;
+    if (!add && v.dtype == dtype && asc_is_packed(&v)) return asc_shape(v, v.ndim, v.dims[0], v.dims[1], v.dims[2]);
     v.dtype = dtype;
     return asc_like(c, v);
 }

@@ -30,7 +30,8 @@ asc_view asc_do_Muls(asc_call *c, asc_view x, double by);
 asc_view asc_do_Adds(asc_call *c, asc_view x, double plus);
 asc_view asc_do_Clamp(asc_call *c, asc_view x, const double *low, const double *high);
 
-/* The tensor itself when it is packed, else a packed copy; as another dtype where `dtype` says so. */
+/* The tensor itself when it is packed, else a packed copy; as another dtype where `dtype` says so. Strides are regular:
+ * CANN tells a transposed view by its strides alone, and those of a dimension of length 1 may be anything. */
 asc_view asc_packed_as(asc_call *c, asc_view v, aclDataType dtype);
 asc_view asc_packed(asc_call *c, const fmoe_tensor *t);
 
@@ -46,6 +47,7 @@ typedef struct asc_groups {
     asc_view list;    /* int64 [n]; not used when n is 1 */
     bool cumulative;  /* list holds running sums */
     asc_view running; /* running sums; .data NULL until somebody needs them */
+    asc_view ones;    /* [R,1] in the plan's dtype for bias gradients; .data NULL: made where they are used */
 } asc_groups;
 
 /* Weights of every group, [n, a, b]: one stack, or a list of matrices. */
@@ -59,6 +61,7 @@ typedef struct asc_weights {
 asc_weights asc_weights_of(asc_call *c, const char *name, const fmoe_tensor *stack, const fmoe_tensor *list, int64_t n);
 asc_weights asc_weights_turn(asc_weights w);
 asc_view asc_running(asc_call *c, asc_groups *g);
+bool asc_sums_needed(const asc_call *c, const asc_groups *g); /* to add into f32 */
 
 /* y[r] = x[r] . w[g(r)] + bias[g(r)]: x [R,K], w [n,K,N], bias NULL or [n,N]. */
 void asc_rows_product(asc_call *c, asc_view x, asc_weights w, const fmoe_tensor *bias, asc_groups *g, asc_view y);
@@ -67,6 +70,7 @@ void asc_rows_product(asc_call *c, asc_view x, asc_weights w, const fmoe_tensor 
 void asc_outer_product(asc_call *c, asc_view left, asc_view right, asc_groups *g, asc_weights dw, bool add);
 
 /* db[g] (+)= sum of the rows of group g: d [R,N], db [n,N]. */
+asc_view asc_ones(asc_call *c, int64_t rows, aclDataType dtype);
 void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor *db, bool add);
 
 void asc_mm(asc_call *c, asc_view a, asc_view b, asc_view out);
@@ -78,6 +82,7 @@ void asc_down(asc_call *c, const fmoe_weights *w, asc_view a, asc_groups *g, asc
 
 /* ---- act.c ---- */
 
+bool asc_act_clipped(const fmoe_acl *acl, const fmoe_desc *d); /* one launch by ClippedSwiglu */
 void asc_act(asc_call *c, asc_view h, asc_view a);
 void asc_act_gradient(asc_call *c, asc_view da, asc_view h, asc_view dh);
 

@@ -14,6 +14,9 @@
  */
 enum { SCRATCH = 16 << 20, PIECES = 8 };
 
+/* Cat and SplitTensor of more members are done in rounds on 910B, with a copy of the whole besides. */
+enum { MEMBERS = 32 };
+
 /* ---- Weights ---- */
 
 /* Packed as [.., a, b], or the turned view of a packed [.., b, a]. Strides of length-1 dimensions are made regular. */
@@ -93,13 +96,13 @@ static asc_view member(const asc_weights *w, int64_t i)
 /* float32 lists: GroupedMatmul takes float32 only in one tensor. */
 static asc_weights gather_list(asc_call *c, const asc_weights *w)
 {
-    asc_view some[128];
+    asc_view some[MEMBERS];
     asc_view first = member(w, 0);
     const bool turned = is_turned(&first);
     if (turned) first = asc_turn(first);
     const asc_view stack = asc_new3(c, first.dtype, w->n, first.dims[0], first.dims[1]);
-    for (int64_t at = 0; at < w->n; at += 128) {
-        const int64_t n = fmoe_min(128, w->n - at);
+    for (int64_t at = 0; at < w->n; at += MEMBERS) {
+        const int64_t n = fmoe_min(MEMBERS, w->n - at);
         for (int64_t i = 0; i < n; i++) {
             some[i] = member(w, at + i);
             if (turned) some[i] = asc_turn(some[i]);
@@ -135,12 +138,22 @@ void asc_mm(asc_call *c, asc_view a, asc_view b, asc_view out)
 asc_view asc_running(asc_call *c, asc_groups *g)
 {
     if (g->cumulative) return g->list;
-    if (!g->running.data) {
+    if (!g->running.data) { /* summed in int32: in int64 it would run on the AI CPU */
         g->running = asc_new1(c, ACL_INT64, g->n);
-        const aclTensor *from = asc_t(c, g->list), *to = asc_t(c, g->running);
-        ASC_LAUNCH(c, Cumsum, from, 0, ACL_INT64, to);
+        const size_t mark = c->used;
+        const asc_view counts = asc_packed_as(c, g->list, ACL_INT32), sums = asc_new1(c, ACL_INT32, g->n);
+        const aclTensor *from = asc_t(c, counts), *to = asc_t(c, sums);
+        ASC_LAUNCH(c, Cumsum, from, 0, ACL_INT32, to);
+        asc_cast(c, g->running, sums);
+        asc_release(c, mark);
     }
     return g->running;
+}
+
+/* GroupedMatmulAdd takes running sums, its V2 counts as well. */
+bool asc_sums_needed(const asc_call *c, const asc_groups *g)
+{
+    return g->n > 1 && !g->cumulative && !c->acl->aclnnGroupedMatmulAddV2 && c->acl->aclnnGroupedMatmulAdd;
 }
 
 /* Bias as GroupedMatmul wants it: f32 beside bf16, else the plan's dtype. */
@@ -219,19 +232,21 @@ static void outer(asc_call *c, asc_view left, asc_view right, const asc_groups *
 /* f32 += 16-bit^T . 16-bit */
 static void outer_add(asc_call *c, asc_view left, asc_view right, asc_groups *g, asc_view out)
 {
-    const asc_view running = asc_running(c, g);
-    const aclTensor *tx = asc_t(c, left), *tw = asc_t(c, right), *groups = asc_t(c, running), *ty = asc_t(c, out);
-    ASC_LAUNCH(c, GroupedMatmulAdd, tx, tw, groups, ty, true, false, 2);
+    const asc_view list = asc_sums_needed(c, g) ? asc_running(c, g) : g->list;
+    const aclTensor *tx = asc_t(c, left), *tw = asc_t(c, right), *groups = asc_t(c, list), *ty = asc_t(c, out);
+    if (c->acl->aclnnGroupedMatmulAddV2)
+        ASC_LAUNCH(c, GroupedMatmulAddV2, tx, tw, groups, ty, true, false, 2, g->cumulative ? 0 : 1);
+    else ASC_LAUNCH(c, GroupedMatmulAdd, tx, tw, groups, ty, true, false, 2);
 }
 
-/* Rows [at, at+n) of every gradient in the list from a stack of such pieces: one launch for 128 of them where CANN can.
+/* Rows [at, at+n) of every gradient in the list from a stack of such pieces: one launch for 32 of them where CANN can.
  */
 static void deliver_list(asc_call *c, asc_view stack, const asc_weights *dw, int64_t at, bool add)
 {
-    asc_view to[128];
+    asc_view to[MEMBERS];
     const int64_t rows = stack.dims[1];
-    for (int64_t first = 0; first < dw->n && c->status == FMOE_OK; first += 128) {
-        const int64_t n = fmoe_min(128, dw->n - first);
+    for (int64_t first = 0; first < dw->n && c->status == FMOE_OK; first += MEMBERS) {
+        const int64_t n = fmoe_min(MEMBERS, dw->n - first);
         for (int64_t i = 0; i < n; i++) to[i] = asc_part(member(dw, first + i), 0, at, 1, rows);
         const asc_view from = asc_part(stack, 0, first, 1, n);
         if (!add && to[0].dtype == stack.dtype && c->acl->aclnnSplitTensor) {
@@ -301,8 +316,8 @@ void asc_outer_product(asc_call *c, asc_view left, asc_view right, asc_groups *g
         asc_release(c, mark);
         return;
     }
-    const bool into_f32 = wide && c->acl->aclnnGroupedMatmulAdd;
-    if (into_f32) asc_running(c, g); /* before anything that is released here */
+    const bool into_f32 = wide && (c->acl->aclnnGroupedMatmulAddV2 || c->acl->aclnnGroupedMatmulAdd);
+    if (into_f32 && asc_sums_needed(c, g)) asc_running(c, g); /* before anything that is released here */
     if (!dw.list && !wide && !add) {
         outer(c, left, right, g, dw.stack);
     } else if (!dw.list && into_f32) {
@@ -313,6 +328,17 @@ void asc_outer_product(asc_call *c, asc_view left, asc_view right, asc_groups *g
     }
 }
 
+asc_view asc_ones(asc_call *c, int64_t rows, aclDataType dtype)
+{
+    const asc_view ones = asc_new2(c, dtype, rows, 1);
+    if (rows == 0) return ones;
+    const aclTensor *to = asc_t(c, ones);
+    const aclScalar *one = asc_s(c, 1);
+    ASC_LAUNCH(c, InplaceFillScalar, to, one);
+    return ones;
+}
+
+/* Sums of rows as a product with a column of ones: f32 inside the cube. */
 void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor *db, bool add)
 {
     const asc_view v = asc_of(db);
@@ -321,15 +347,9 @@ void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor
         asc_fail(c, FMOE_ERR_STRIDE, "the gradient of a bias must be packed");
         return;
     }
-    if (v.dtype == ACL_FLOAT && d.dtype != ACL_FLOAT && g->n > 1 && R > 0) asc_running(c, g);
+    if (v.dtype == ACL_FLOAT && d.dtype != ACL_FLOAT && R > 0 && asc_sums_needed(c, g)) asc_running(c, g);
     const size_t mark = c->used;
-    asc_view ones =
-        asc_new2(c, d.dtype, R, 1); /* sums of rows as a product with a column of ones: f32 inside the cube */
-    if (R > 0) {
-        const aclTensor *to = asc_t(c, ones);
-        const aclScalar *one = asc_s(c, 1);
-        ASC_LAUNCH(c, InplaceFillScalar, to, one);
-    }
+    const asc_view ones = g->ones.data && g->ones.dtype == d.dtype ? g->ones : asc_ones(c, R, d.dtype);
     asc_outer_product(c, ones, d, g, (asc_weights){.n = n, .stack = asc_3d(v.data, v.dtype, n, 1, N)}, add);
     asc_release(c, mark);
 }

@@ -68,6 +68,11 @@ static asc_view sort_down(asc_call *c, asc_view x, asc_view *index)
     *index = x;
     index->dtype = ACL_INT64;
     *index = asc_like(c, *index);
+    if (x.dims[x.ndim - 1] == 1) { /* it would run on the AI CPU */
+        asc_copy(c, values, x);
+        asc_zero(c, *index);
+        return values;
+    }
     const aclTensor *tx = asc_t(c, x), *tv = asc_t(c, values), *ti = asc_t(c, *index);
     ASC_LAUNCH(c, Sort, tx, true, x.ndim - 1, true, tv, ti); /* stable: the lowest index first among equals */
     return values;
@@ -177,8 +182,10 @@ static void forward(asc_call *c, const fmoe_route_args *a, uint32_t flags)
         const asc_view ids = asc_target(c, a->ids, ACL_INT32, false);
         const asc_view w =
             rule->scale == 1 ? asc_target(c, a->weights, ACL_FLOAT, false) : asc_new2(c, ACL_FLOAT, T, k);
-        const aclTensor *tx = asc_t(c, logits), *tw = asc_t(c, w), *ti = asc_t(c, ids);
-        ASC_LAUNCH(c, MoeGatingTopKSoftmaxV2, tx, NULL, k, over_k ? 1 : 0, false, tw, ti, NULL);
+        /* An output nobody asked for: empty, as torch_npu passes it. */
+        const aclTensor *tx = asc_t(c, logits), *tw = asc_t(c, w), *ti = asc_t(c, ids),
+                        *none = asc_t(c, asc_1d(NULL, ACL_FLOAT, 0));
+        ASC_LAUNCH(c, MoeGatingTopKSoftmaxV2, tx, NULL, k, over_k ? 1 : 0, false, tw, ti, none);
         asc_deliver(c, a->ids, ids, false);
         asc_deliver(c, a->weights, scaled(c, w), false);
         return;
@@ -202,9 +209,32 @@ static void forward(asc_call *c, const fmoe_route_args *a, uint32_t flags)
     if (a->bad_rows) count_bad(c, a, logits, s);
 }
 
+/* Sigmoid scores that were normalised over the chosen ones: MoeGatingTopKBackward, on 910B and 910_93. */
+static bool one_launch_back(const asc_call *c)
+{
+    const fmoe_route_rule *r = &c->p->d.route;
+    return c->acl->aclnnMoeGatingTopKBackward && r->score == FMOE_SCORE_SIGMOID && r->renormalize && c->p->d.E >= 2 &&
+           c->p->d.E <= 2048 && c->p->d.k <= c->p->d.E && !c->acl->is_950;
+}
+
+static void backward_in_one(asc_call *c, const fmoe_route_args *a)
+{
+    const fmoe_route_rule *rule = &c->p->d.route;
+    const asc_view s = asc_do_Sigmoid(c, asc_packed_as(c, asc_of(a->logits), ACL_FLOAT)),
+                   d = asc_packed_as(c, asc_of(a->dweights), ACL_FLOAT),
+                   ids = asc_packed_as(c, asc_of(a->ids), ACL_INT32), to = asc_target(c, a->dlogits, ACL_FLOAT, false);
+    const aclTensor *ts = asc_t(c, s), *td = asc_t(c, d), *ti = asc_t(c, ids), *tt = asc_t(c, to);
+    ASC_LAUNCH(c, MoeGatingTopKBackward, ts, td, ti, 1, 1, rule->scale, rule->eps, tt);
+    asc_deliver(c, a->dlogits, to, false);
+}
+
 static void backward(asc_call *c, const fmoe_route_args *a)
 {
     const fmoe_route_rule *rule = &c->p->d.route;
+    if (one_launch_back(c)) {
+        backward_in_one(c, a);
+        return;
+    }
     const asc_view logits = asc_packed_as(c, asc_of(a->logits), ACL_FLOAT),
                    ids = asc_packed_as(c, asc_of(a->ids), ACL_INT64);
     const asc_view s = score(c, logits);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * rows.c - from ids to rows. MoeInitRoutingV3 sorts, gathers and counts in one launch; before CANN 8.2 it is V2 and a
- * cast of the counts.
+ * rows.c - from ids to rows. MoeInitRoutingV3 sorts, gathers and counts in one launch; before CANN 8.2, and where a
+ * plan chooses so, it is V2 and a cast of the counts.
  *
  * Plans with skip marks use one expert more than there are: skipped slots (and ids out of range) become id E, are
  * sorted last, and get rows that no group covers. So the map stays a permutation, which is what the gradients'
@@ -22,7 +22,7 @@ static void mark(asc_call *c, asc_view ids, bool below, int64_t limit, asc_view 
  */
 static asc_view skip_ids(asc_call *c, const fmoe_tensor *ids, asc_view *mask)
 {
-    const asc_view from = asc_of(ids);
+    const asc_view from = asc_of(ids); /* int32 all the way: in int64 a masked fill would run on the AI CPU */
     const int64_t E = c->p->d.E;
     *mask = asc_new2(c, ACL_BOOL, from.dims[0], from.dims[1]);
     if (!(c->p->d.flags & FMOE_SKIP_NEG1)) {
@@ -30,7 +30,7 @@ static asc_view skip_ids(asc_call *c, const fmoe_tensor *ids, asc_view *mask)
         mark(c, v, false, E, *mask);
         return v;
     }
-    const asc_view v = asc_new2(c, from.dtype, from.dims[0], from.dims[1]); /* a copy: it is written to */
+    const asc_view v = asc_new2(c, ACL_INT32, from.dims[0], from.dims[1]); /* a copy: it is written to */
     asc_copy(c, v, from);
     mark(c, v, true, 0, *mask);
     asc_fill_where(c, v, *mask, (double)E);
@@ -81,7 +81,7 @@ void asc_route_rows(asc_call *c, asc_view x, const fmoe_tensor *ids, asc_view xp
     x = asc_packed_as(c, x, x.dtype);
     const asc_view counts = asc_1d(r->counts.data, ACL_INT64, experts); /* room for the extra one is behind it */
     const aclTensor *tx = asc_t(c, x), *ti = asc_t(c, from), *to = asc_t(c, xp), *tm = asc_t(c, r->map);
-    if (c->acl->aclnnMoeInitRoutingV3) {
+    if (c->plan->routing_v3) {
         const int64_t range[2] = {0, experts};
         const aclTensor *tc = asc_t(c, counts), *ts = asc_t(c, asc_new1(c, ACL_FLOAT, R)); /* an output nobody reads */
         const aclIntArray *span = asc_ints(c, range, 2);

@@ -7,8 +7,9 @@
 #include "../test.h"
 
 static char answer[2048];
+static int64_t H = 8, E = 4;
 
-/* The error of a plan on the device, with these variables set. */
+/* The error of a plan on the device, or what it says of itself, with these variables set. */
 static fmoe_status ask(const char *const *variables, int n)
 {
     int pipe_ends[2];
@@ -22,14 +23,15 @@ static fmoe_status ask(const char *const *variables, int n)
                        .op = FMOE_OP_EXPERTS,
                        .dtype = FMOE_BF16,
                        .device = {FMOE_ASCEND, 0},
-                       .H = 8,
+                       .H = H,
                        .I = 8,
-                       .E = 4,
+                       .E = E,
                        .k = 2};
         fmoe_plan p = 0;
         char text[2048] = "";
         const fmoe_status s = fmoe_plan_create(&p, &d);
-        snprintf(text + 1, sizeof text - 1, "%s", fmoe_last_error());
+        if (s == FMOE_OK) fmoe_plan_describe(p, text + 1, sizeof text - 1);
+        else snprintf(text + 1, sizeof text - 1, "%s", fmoe_last_error());
         text[0] = (char)s;
         if (write(pipe_ends[1], text, sizeof text) < 0) _exit(2);
         _exit(0);
@@ -74,13 +76,53 @@ TEST(old_chip)
     HAS("Ascend910ProB has no grouped matrix product");
 }
 
-TEST(old_cann)
+TEST(first_generation_chip)
 {
-    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "7.0.1"), FMOE_ERR_BACKEND);
-    HAS("CANN 7.0.1 is too old");
-    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.0.0"), FMOE_ERR_BACKEND);
-    HAS("CANN 8.0.0 is too old, 8.1 or later is needed");
-    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.1.RC1"), FMOE_OK);
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_SOC", "Ascend910B"), FMOE_ERR_BACKEND);
+    HAS("Ascend910B has no grouped matrix product; 910B1 to 910B4");
+    static const char *const good[] = {"Ascend910B1", "Ascend910B4-1", "Ascend910_9391", "Ascend950PR_9589"};
+    for (int i = 0; i < 4; i++) CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_SOC", good[i]), FMOE_OK);
+}
+
+/* Symbols decide. A version of 8.1 that says 7.7, and none at all, are no reason to refuse; whether dp stays f32 is
+ * asked of the operator package, then of symbols that only a newer CANN has, and said where it is not known. */
+TEST(versions)
+{
+#define OLD SIM_FOLDER "/../cann81"
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", OLD, "FMOE_SIM_VERSION", "7.7.0.1.238"), FMOE_OK);
+    HAS("CANN 7.7.0.1.238 on");
+    HAS("dp of f32 routing weights: rounded to the plan's dtype");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", OLD, "FMOE_SIM_VERSION", ""), FMOE_OK);
+    HAS("CANN (version unknown) on");
+    HAS("dp of f32 routing weights: rounded to the plan's dtype");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", OLD, "FMOE_SIM_VERSION", "", "FMOE_SIM_OPS_VERSION", "8.5.0"), FMOE_OK);
+    HAS("dp of f32 routing weights: f32");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", ""), FMOE_OK); /* newer symbols are there */
+    HAS("dp of f32 routing weights: f32");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", OLD, "FMOE_SIM_VERSION", "", "FMOE_ASCEND_MIXED", "1"), FMOE_OK);
+    HAS("dp of f32 routing weights: f32");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.3.RC1", "FMOE_ASCEND_MIXED", "0"), FMOE_OK);
+    HAS("dp of f32 routing weights: rounded to the plan's dtype");
+}
+
+/* MoeInitRouting: V3, but V2 for sizes that torch_npu sends there before CANN 8.5; a variable overrules. */
+TEST(routing_table)
+{
+    H = 2048, E = 128;
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.3.RC1"), FMOE_OK);
+    HAS("rows: aclnnMoeInitRoutingV2 + Cast (chosen for these sizes)");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.3.RC1", "FMOE_ASCEND_ROUTING", "v3"), FMOE_OK);
+    HAS("rows: aclnnMoeInitRoutingV3");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.5.0"), FMOE_OK);
+    HAS("rows: aclnnMoeInitRoutingV3");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_ASCEND_ROUTING", "v2"), FMOE_OK);
+    HAS("rows: aclnnMoeInitRoutingV2 + Cast");
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", OLD, "FMOE_ASCEND_ROUTING", "v3"), FMOE_OK);
+    HAS("V3 is not there");
+    H = 4096;
+    CHECK_EQ(ASK("FMOE_ASCEND_PATH", SIM_FOLDER, "FMOE_SIM_VERSION", "8.3.RC1"), FMOE_OK);
+    HAS("rows: aclnnMoeInitRoutingV3");
+    H = 8, E = 4;
 }
 
 TEST(present)

@@ -11,7 +11,7 @@ typedef int (*phase2)(void *workspace, uint64_t bytes, void *executor, void *str
 
 static struct {
     void *(*tensor)(const int64_t *, uint64_t, int, const int64_t *, int64_t, int, const int64_t *, uint64_t, void *);
-    int (*drop)(void *), (*drop_list)(void *), (*drop_executor)(void *);
+    int (*drop)(void *), (*drop_list)(void *), (*drop_executor)(void *), (*repeatable)(void *);
     void *(*list)(void *const *, uint64_t);
     int (*swiglu)(void *, int64_t, void *, uint64_t *, void **);
     int (*gmm)(void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, void *, int64_t,
@@ -32,6 +32,7 @@ static void load(void)
     FIND(drop, "aclDestroyTensor");
     FIND(drop_list, "aclDestroyTensorList");
     FIND(drop_executor, "aclDestroyAclOpExecutor");
+    FIND(repeatable, "aclSetAclOpExecutorRepeatable");
     FIND(swiglu, "aclnnSwiGluGetWorkspaceSize");
     FIND(run_swiglu, "aclnnSwiGlu");
     FIND(gmm, "aclnnGroupedMatmulV4GetWorkspaceSize");
@@ -55,6 +56,12 @@ static void *view2(int dtype, void *data, int64_t a, int64_t b, int64_t sa, int6
     return cann.tensor(dims, 2, dtype, strides, 0, ND, &storage, 1, data);
 }
 
+static void drop_unused(void *executor) /* so that no cache entry without tasks is left */
+{
+    CHECK_EQ(cann.repeatable(executor), 0);
+    cann.drop_executor(executor);
+}
+
 static int64_t violations(void)
 {
     const int64_t n = npu.get("violations");
@@ -75,7 +82,37 @@ NPU_TEST(executor_is_used_once)
     CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0); /* and not by another operator */
     CHECK(cann.run_gmm(NULL, 0, executor, npu.main_stream) != 0);
     CHECK_EQ(violations(), 1);
-    cann.drop_executor(executor);
+    drop_unused(executor);
+    cann.drop(h);
+    cann.drop(a);
+}
+
+/* An executor that is destroyed and was never run leaves a cache entry without tasks: the next one of its shapes
+ * answers 0 and runs nothing. Made repeatable first it leaves none, and where opbase guards against it the entry is not
+ * used. */
+NPU_TEST(cache_entries_without_tasks)
+{
+    load();
+    float *data = npu_alloc(96);
+    void *h = packed(F32, data, 3, 2, 0), *a = packed(F32, data + 8, 3, 1, 0), *executor;
+    uint64_t bytes;
+    for (int guard = 0; guard < 2; guard++) {
+        npu.set("cache_guard", guard);
+        CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0);
+        cann.drop_executor(executor);
+        CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0);
+        npu.reset();
+        CHECK_EQ(cann.run_swiglu(NULL, 0, executor, npu.main_stream), 0);
+        CHECK_EQ(npu.get("launches"), guard);
+        CHECK_EQ(npu.get("hollow_launches"), 1 - guard);
+    }
+    npu.set("cache_guard", 0);
+    CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0);
+    drop_unused(executor);
+    CHECK_EQ(cann.swiglu(h, -1, a, &bytes, &executor), 0);
+    CHECK_EQ(cann.run_swiglu(NULL, 0, executor, npu.main_stream), 0);
+    CHECK_EQ(npu.get("launches"), 2);
+    npu.sync(npu.main_stream);
     cann.drop(h);
     cann.drop(a);
 }
@@ -90,7 +127,7 @@ NPU_TEST(descriptors_live_between_the_phases)
     CHECK_EQ(violations(), 1);
     cann.drop(h); /* twice */
     CHECK_EQ(violations(), 1);
-    cann.drop_executor(executor);
+    drop_unused(executor);
     cann.drop(a);
 }
 
@@ -102,7 +139,7 @@ NPU_TEST(views)
     uint64_t bytes;
     CHECK_EQ(cann.swiglu(odd, -1, a, &bytes, &executor), 0);
     CHECK_EQ(violations(), 1); /* not aligned to 32 */
-    cann.drop_executor(executor);
+    drop_unused(executor);
     void *past = view2(F32, p, 2, 8, 8, 1, 12); /* past its storage */
     CHECK_EQ(cann.swiglu(past, -1, a, &bytes, &executor), 161002);
     void *gaps = view2(F32, p, 2, 8, 16, 1, 64); /* not contiguous */
@@ -122,7 +159,7 @@ static int product(void *x, void *w, void *groups, int64_t type, void *y)
     uint64_t bytes = 0;
     const int code = cann.gmm(lx, lw, NULL, NULL, NULL, NULL, NULL, NULL, groups, NULL, NULL, NULL, type == 2 ? 3 : 2,
                               type, 1, 0, ly, NULL, NULL, &bytes, &executor);
-    if (code == 0) cann.drop_executor(executor);
+    if (code == 0) drop_unused(executor);
     cann.drop_list(lx);
     cann.drop_list(lw);
     cann.drop_list(ly);

@@ -2,11 +2,15 @@
  * count.c - what the simulator counts, what it holds against its callers, and failures on request.
  *
  * Counters: launches, launches_elsewhere (by other threads than the first), bytes_read, bytes_written, syncs,
- * copies_h2d, copies_d2h, copies_d2d, hidden_copies (views an operator silently copies first), violations;
- * live_tensors, live_lists, live_scalars, live_arrays, live_executors, live_allocations, live_bytes, peak_bytes,
- * live_streams, live_events; "aclnnX" or "aclrtX": calls of that function. Switches: delay_us (before each task of a
- * stream), phase2_delay_us (in phase 2 on other threads than the first), count_only (operators are counted, not
- * computed), gating_perverse (another order of equal scores), quiet (violations are counted and not printed). */
+ * hidden_rounds (launches that one call of Cat or SplitTensor is beyond the first), aicpu (launches on the AI CPU),
+ * hollow_launches (from a cache entry without tasks: nothing ran), pta_stores (phase 1 in torch_npu's hash mode),
+ * undocumented (calls that the host code takes and no document allows), copies_h2d, copies_d2h, copies_d2d,
+ * hidden_copies (views an operator silently copies first), violations; live_tensors, live_lists, live_scalars,
+ * live_arrays, live_executors, live_allocations, live_bytes, peak_bytes, live_streams, live_events; "aclnnX" or
+ * "aclrtX": calls of that function. Switches: delay_us (before each task of a stream), phase2_delay_us (in phase 2 on
+ * other threads than the first), count_only (operators are counted, not computed), gating_perverse (another order of
+ * equal scores), cache_guard (cache.c), no_null_outputs (an optional output may not be NULL), quiet (violations are
+ * counted and not printed). */
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -51,8 +55,8 @@ int sim_enter(const char *function)
     int code = 0;
     pthread_mutex_lock(&lock);
     find(counters, MAX_NAMES, function)->value++;
-    const bool releases =
-        strstr(function, "Destroy") || strstr(function, "RecentErrMsg") || strstr(function, "aclrtFree");
+    const bool releases = strstr(function, "Destroy") || strstr(function, "Repeatable") ||
+                          strstr(function, "RecentErrMsg") || strstr(function, "aclrtFree");
     if (fail_after > 0 && (fail_name[0] == '*' ? !releases : strcmp(fail_name, function) == 0) && --fail_after == 0) {
         code = fail_code;
         find(counters, MAX_NAMES, "injected")->value++;

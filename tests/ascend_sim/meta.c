@@ -263,6 +263,7 @@ static void free_executor(aclOpExecutor *x)
 
 static void destroy_executor(aclOpExecutor *x)
 {
+    sim_cache_close(&x->e, false);
     unpin(&x->e);
     if (drop(x, EXECUTOR)) free_executor(x);
 }
@@ -288,6 +289,39 @@ void sim_check(sim_exec *e, bool good, const char *format, ...)
     va_end(args);
     sim_message("aclnn%s: %s", e->name, text);
     e->status = ACLNN_E_PARAM;
+}
+
+void sim_check_late(sim_exec *e, bool good, const char *format, ...)
+{
+    if (good || e->status || e->late) return;
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    sim_message("aclnn%s: %s", e->name, text);
+    e->late = ACLNN_E_TILING;
+}
+
+bool sim_is_950(void)
+{
+    const char *name = getenv("FMOE_SIM_SOC");
+    return name && strncmp(name, "Ascend950", 9) == 0;
+}
+
+void sim_on_aicpu(sim_exec *e, bool yes)
+{
+    if (yes && !sim_is_950()) e->aicpu = e->uncached = true;
+}
+
+uint64_t sim_in_rounds(sim_exec *e, int members, int64_t elements, int dtype, int each)
+{
+    if (members <= 32 || sim_is_950()) return 0;
+    const int64_t bytes = elements * (int64_t)sim_dtype_size(dtype);
+    e->rounds = (members + 31) / 32 * each + (each == 1);
+    e->read += bytes;
+    e->written += bytes;
+    return (uint64_t)bytes;
 }
 
 static int add(sim_exec *e, const aclTensor *x, bool optional, bool in, bool out)
@@ -373,6 +407,7 @@ aclnnStatus sim_end(sim_exec *e, uint64_t workspace, uint64_t *workspaceSize, ac
         destroy_executor(owner(e));
         return status;
     }
+    sim_cache_open(e);
     e->workspace = workspace;
     *workspaceSize = workspace;
     *executor = owner(e);
@@ -384,7 +419,12 @@ aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *x)
     const int code = sim_enter(__func__);
     if (code) return code;
     if (!is(x, EXECUTOR)) return ACLNN_E_INNER_NULL;
+    if (x->e.uncached) { /* it copies onto itself, or from the host */
+        sim_message("%s: %s cannot be repeated", __func__, x->e.name);
+        return ACLNN_E_PARAM;
+    }
     x->e.repeatable = true;
+    sim_cache_remove(&x->e);
     return ACL_OK;
 }
 
@@ -457,9 +497,11 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
         return ACLNN_E_INNER_NULL;
     }
     sim_exec *e = &x->e;
-    if (code) { /* a failed phase 2 consumes the executor as a good one does */
+    if (code || e->late) { /* a failed phase 2 consumes the executor as a good one does, and leaves no entry */
+        const int answer = code ? code : e->late;
+        sim_cache_remove(e);
         if (!e->repeatable) destroy_executor(x);
-        return code;
+        return answer;
     }
     if (strcmp(e->name, name) != 0) {
         sim_violation("%s was given the executor of aclnn%s", function, e->name);
@@ -483,6 +525,11 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
             return ACLNN_E_RUNTIME;
         }
     }
+    if (e->hollow) { /* nothing is launched, and nobody is told */
+        sim_add("hollow_launches", 1);
+        if (!e->repeatable) destroy_executor(x);
+        return ACL_OK;
+    }
     job *j = malloc(sizeof *j);
     if (!j) abort();
     *j = (job){x, workspace, e->workspace};
@@ -495,10 +542,13 @@ aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExec
         copy->e.pinned = NULL;
         j->x = copy;
     } else {
+        sim_cache_close(e, true);
         unpin(e);
         if (!drop(x, EXECUTOR)) abort();
     }
-    sim_add("launches", 1);
+    sim_add("launches", e->rounds ? e->rounds : 1);
+    if (e->rounds) sim_add("hidden_rounds", e->rounds - 1);
+    if (e->aicpu) sim_add("aicpu", 1);
     sim_add("bytes_read", e->read);
     sim_add("bytes_written", e->written);
     char line[256];

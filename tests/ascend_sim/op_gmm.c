@@ -13,23 +13,28 @@
 /* x, weight, bias: first index and count; i[] of the executor carries them to the kernel. */
 enum { X, NX, W, NW, B, NB, Y, NY, LIST, GROUP_TYPE, LIST_TYPE, W_SWAPPED };
 
-static bool swapped(const sim_tensor *t) /* the documented rule */
+/* The vendor's test for a transposed view: strides alone, so a single row with strides {1,1} passes for one. */
+static bool swapped(const sim_tensor *t)
 {
     const int n = t->ndim;
     if (n < 2 || t->strides[n - 2] != 1 || t->strides[n - 1] != t->dims[n - 2]) return false;
     return n == 2 || t->strides[0] == t->dims[n - 1] * t->dims[n - 2];
 }
 
-/* Contiguous, or a transposed view; anything else costs the device a copy that the caller does not see. */
-static bool layout(sim_exec *e, const sim_tensor *t, bool may_swap)
+/* Where an operand must not be transposed, 1x1 is excused: it always looks so. */
+static bool wrongly_swapped(const sim_tensor *t)
 {
-    if (sim_numel(t) == 0 || sim_contiguous(t)) return false;
-    if (may_swap && swapped(t)) return true;
+    return swapped(t) && t->dims[t->ndim - 1] * t->dims[t->ndim - 2] != 1;
+}
+
+/* Contiguous, or a transposed view; anything else costs the device a copy that the caller does not see. */
+static void layout(sim_exec *e, const sim_tensor *t)
+{
+    if (sim_numel(t) == 0 || sim_contiguous(t) || swapped(t)) return;
     sim_add("hidden_copies", 1);
     const int64_t bytes = sim_numel(t) * (int64_t)sim_dtype_size(t->dtype);
     e->read += bytes;
     e->written += bytes;
-    return false;
 }
 
 /* Group sizes as counts; total, or -1 after an error. */
@@ -156,7 +161,8 @@ static void check_list(sim_exec *e, int list, int64_t groups, int64_t max)
     sim_check(e, sim_contiguous(t), "the group list must be contiguous");
     sim_check(e, t->dims[0] == groups, "the group list has %lld entries for %lld groups", (long long)t->dims[0],
               (long long)groups);
-    sim_check(e, groups <= max && groups > 1, "%lld groups: 2 to %lld are allowed", (long long)groups, (long long)max);
+    sim_check(e, groups <= max && groups > 0, "%lld groups: at most %lld", (long long)groups, (long long)max);
+    if (groups == 1) sim_add("undocumented", 1); /* taken by the host code; of the kernel nothing is known */
 }
 
 static void nothing(sim_exec *e) { (void)e; }
@@ -190,7 +196,8 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
         if (t->is_out)
             sim_check(e, sim_contiguous(t), "y must be contiguous"); /* a strided y is copied by the device */
     }
-    sim_check(e, dtype != ACL_FLOAT || (nx == 1 && nw == 1 && ny == 1), "float32 only with single tensors");
+    /* Documented for single tensors only; the host code takes lists too, of the kernel nothing is known. */
+    if (dtype == ACL_FLOAT && (nx > 1 || nw > 1 || ny > 1)) sim_add("undocumented", 1);
     if (groupType == 0) {
         const sim_tensor *tx = &e->t[ix], *ty = &e->t[iy];
         e->kernel = gmm_m;
@@ -198,7 +205,8 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
         const int64_t groups = nw == 1 ? e->t[iw].dims[0] : nw;
         sim_check(e, tx->ndim == 2 && ty->ndim == 2 && ty->dims[0] == tx->dims[0], "x and y must be [M,K] and [M,N]");
         check_list(e, list, groups, nw == 1 ? 1024 : 128);
-        layout(e, tx, false);
+        layout(e, tx);
+        sim_check(e, !wrongly_swapped(tx), "x must not be transposed");
         for (int i = 0; i < nw; i++) {
             const sim_tensor *tw = &e->t[iw + i];
             const int nd = tw->ndim;
@@ -207,10 +215,10 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
             sim_check(e, tw->dims[nd - 2] == tx->dims[1] && tw->dims[nd - 1] == ty->dims[1],
                       "weight %d is [%lld,%lld], x has K %lld, y has N %lld", i, (long long)tw->dims[nd - 2],
                       (long long)tw->dims[nd - 1], (long long)tx->dims[1], (long long)ty->dims[1]);
-            const bool turned = layout(e, tw, true);
+            const bool turned = swapped(tw);
+            layout(e, tw);
             if (i == 0) e->i[W_SWAPPED] = turned;
-            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[nd - 1] == 1 || tw->dims[nd - 2] == 1,
-                      "weights must be transposed all or none");
+            sim_check(e, turned == (e->i[W_SWAPPED] != 0), "weights must be transposed all or none");
             sim_check(e, tw->dims[turned ? nd - 2 : nd - 1] < 65536, "an inner dimension of weight is 65536 or more");
         }
         sim_check(e, tx->dims[1] < 65536, "the inner dimension of x is 65536 or more");
@@ -231,7 +239,8 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
             sim_check(e, tx->dims[1] == tw->dims[0] && ty->dims[1] == tx->dims[0] && ty->dims[2] == tw->dims[1],
                       "groupType 2: shapes disagree");
             sim_check(e, swapped(tx), "groupType 2: x must be a transposed view");
-            sim_check(e, sim_contiguous(tw) || sim_numel(tw) == 0, "groupType 2: weight must not be transposed");
+            sim_check(e, !wrongly_swapped(tw) && (sim_contiguous(tw) || sim_numel(tw) == 0),
+                      "groupType 2: weight must not be transposed");
             sim_check(e, tx->dims[0] < 65536 && tw->dims[1] < 65536, "an inner dimension is 65536 or more");
         }
         empty = false;
@@ -246,11 +255,12 @@ static aclnnStatus grouped(const char *name, const aclTensorList *x, const aclTe
                       tx->ndim == 2 && tw->ndim == 2 && ty->ndim == 2 && tx->dims[1] == tw->dims[0] &&
                           ty->dims[0] == tx->dims[0] && ty->dims[1] == tw->dims[1],
                       "member %d: shapes disagree", i);
-            layout(e, tx, false);
-            const bool turned = layout(e, tw, true);
+            layout(e, tx);
+            sim_check(e, !wrongly_swapped(tx), "x[%d] must not be transposed", i);
+            const bool turned = swapped(tw);
+            layout(e, tw);
             if (i == 0) e->i[W_SWAPPED] = turned;
-            sim_check(e, turned == (e->i[W_SWAPPED] != 0) || tw->dims[0] == 1 || tw->dims[1] == 1,
-                      "weights must be transposed all or none");
+            sim_check(e, turned == (e->i[W_SWAPPED] != 0), "weights must be transposed all or none");
             if (tx->dims[0]) empty = false;
         }
     } else {
@@ -301,14 +311,14 @@ aclnnStatus aclnnGroupedMatmulV5GetWorkspaceSize(const aclTensorList *x, const a
 SIM_PHASE2(GroupedMatmulV4)
 SIM_PHASE2(GroupedMatmulV5)
 
-/* ---- GroupedMatmulAdd: yRef[g] += x_g^T . w_g in float32; the group list is cumulative. ---- */
+/* ---- GroupedMatmulAdd: yRef[g] += x_g^T . w_g in float32; the group list is cumulative, or with V2 counts. ---- */
 
 static void gmm_add(sim_exec *e)
 {
     int64_t count[1024];
     sim_tensor *y = &e->t[3];
     const int64_t groups = e->t[2].dims[0], m = e->t[0].dims[1];
-    if (group_sizes(e, 2, 0, e->t[0].dims[0], count) < 0) return;
+    if (group_sizes(e, 2, e->i[0], e->t[0].dims[0], count) < 0) return;
     if (y->ndim == 2) { /* [E*M,N] */
         y->ndim = 3;
         y->dims[2] = y->dims[1];
@@ -321,18 +331,21 @@ static void gmm_add(sim_exec *e)
     contract(e, sim_load_float(e, 0), m, 1, 3, count, groups, true);
 }
 
-aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclTensor *weight,
-                                                  const aclTensor *groupList, aclTensor *yRef, bool transposeX,
-                                                  bool transposeWeight, int64_t groupType, SIM_WS)
+static aclnnStatus add_into(const char *name, const aclTensor *x, const aclTensor *weight, const aclTensor *groupList,
+                            aclTensor *yRef, bool transposeX, bool transposeWeight, int64_t groupType, int64_t listType,
+                            SIM_WS)
 {
-    sim_exec *e = sim_begin("GroupedMatmulAdd", gmm_add);
+    sim_exec *e = sim_begin(name, gmm_add);
+    e->uncached = true; /* its copy onto itself */
+    e->i[0] = listType;
     sim_in(e, x);
     sim_in(e, weight);
     sim_in(e, groupList);
     sim_inout(e, yRef);
     const sim_tensor *tx = &e->t[0], *tw = &e->t[1], *tl = &e->t[2], *ty = &e->t[3];
-    sim_check(e, transposeX && !transposeWeight && groupType == 2,
-              "transposeX true, transposeWeight false, groupType 2");
+    (void)transposeX; /* the vendor's host code does not look at it */
+    sim_check(e, !transposeWeight && groupType == 2 && (listType == 0 || listType == 1),
+              "transposeWeight false, groupType 2, groupListType 0 or 1");
     sim_check(e,
               (tx->dtype == ACL_BF16 || tx->dtype == ACL_FLOAT16) && tw->dtype == tx->dtype && ty->dtype == ACL_FLOAT,
               "dtypes");
@@ -348,7 +361,24 @@ aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclT
     return sim_end(e, GMM_WORKSPACE, workspaceSize, executor);
 }
 
+aclnnStatus aclnnGroupedMatmulAddGetWorkspaceSize(const aclTensor *x, const aclTensor *weight,
+                                                  const aclTensor *groupList, aclTensor *yRef, bool transposeX,
+                                                  bool transposeWeight, int64_t groupType, SIM_WS)
+{
+    return add_into("GroupedMatmulAdd", x, weight, groupList, yRef, transposeX, transposeWeight, groupType, 0,
+                    workspaceSize, executor);
+}
+
+aclnnStatus aclnnGroupedMatmulAddV2GetWorkspaceSize(const aclTensor *x, const aclTensor *weight,
+                                                    const aclTensor *groupList, aclTensor *yRef, bool transposeX,
+                                                    bool transposeWeight, int64_t groupType, int64_t listType, SIM_WS)
+{
+    return add_into("GroupedMatmulAddV2", x, weight, groupList, yRef, transposeX, transposeWeight, groupType, listType,
+                    workspaceSize, executor);
+}
+
 SIM_PHASE2(GroupedMatmulAdd)
+SIM_PHASE2(GroupedMatmulAddV2)
 
 /* ---- Plain products ---- */
 

@@ -362,7 +362,7 @@ aclnnStatus aclnnCatGetWorkspaceSize(const aclTensorList *tensors, int64_t dim, 
     for (int i = 0; i < n; i++) total += sim_numel(&e->t[i]);
     sim_check(e, n > 0 && total == sim_numel(&e->t[n]), "out has the wrong size");
     for (int i = 0; i < n && !e->status; i++) sim_check(e, e->t[i].dtype == e->t[n].dtype, "dtypes disagree");
-    return sim_end(e, 0, workspaceSize, executor);
+    return sim_end(e, sim_in_rounds(e, n, total, e->t[n].dtype, 1), workspaceSize, executor);
 }
 SIM_PHASE2(Cat)
 
@@ -486,6 +486,7 @@ aclnnStatus aclnnSplitTensorGetWorkspaceSize(const aclTensor *self, uint64_t siz
                   "piece %d has another size or dtype", i);
     }
     sim_check(e, total == sim_numel(&e->t[0]), "the pieces are not the whole");
-    return sim_end(e, 0, workspaceSize, executor);
+    /* each round is a Slice and a SplitV */
+    return sim_end(e, sim_in_rounds(e, n, total, e->t[0].dtype, 2), workspaceSize, executor);
 }
 SIM_PHASE2(SplitTensor)

@@ -309,6 +309,7 @@ aclnnStatus aclnnInplaceMaskedFillScalarGetWorkspaceSize(aclTensor *self, const 
     sim_exec *e = begin("InplaceMaskedFillScalar", f_InplaceMaskedFillScalar, NULL, mask, self, true);
     sim_check(e, e->t[1].dtype == ACL_BOOL, "mask must be bool");
     e->d[0] = sim_scalar(value);
+    sim_on_aicpu(e, e->t[0].dtype == ACL_INT64);
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(InplaceMaskedFillScalar)

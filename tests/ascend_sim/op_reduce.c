@@ -240,6 +240,7 @@ static aclnnStatus order(const char *name, const aclTensor *self, int64_t dim, b
     sim_check(
         e, e->i[2] <= a.n && sim_numel(&e->t[1]) == a.outer * e->i[2] * a.inner && sim_same_shape(&e->t[1], &e->t[2]),
         "shapes disagree");
+    sim_on_aicpu(e, k < 0 && a.n == 1); /* a sort along one element */
     return sim_end(e, 0, workspaceSize, executor);
 }
 
@@ -278,6 +279,7 @@ aclnnStatus aclnnCumsumGetWorkspaceSize(const aclTensor *self, int64_t dim, aclD
     e->i[0] = dim;
     sim_check(e, sim_same_shape(&e->t[0], &e->t[1]) && e->t[1].dtype == dtype,
               "out must have self's shape and dtype %d", dtype);
+    sim_on_aicpu(e, dtype == ACL_INT64);
     return sim_end(e, 0, workspaceSize, executor);
 }
 SIM_PHASE2(Cumsum)

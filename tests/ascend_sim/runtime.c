@@ -453,10 +453,17 @@ aclError aclrtEventElapsedTime(float *ms, aclrtEvent a, aclrtEvent b)
 
 /* ---- Versions, attributes, options ---- */
 
-static const char *version(void)
+static const char *version(void) /* of the folder in use, unless it is said */
 {
-    const char *v = getenv("FMOE_SIM_VERSION");
-    return v ? v : "8.5.0";
+    const char *v = getenv("FMOE_SIM_VERSION"), *folder = getenv("FMOE_ASCEND_PATH");
+    if (v) return v;
+    return folder && strstr(folder, "cann81") ? "8.1.RC1" : folder && strstr(folder, "cann85") ? "8.5.0" : "9.1.0";
+}
+
+bool sim_before_85(void)
+{
+    int major = 0, minor = 0;
+    return sscanf(version(), "%d.%d", &major, &minor) == 2 && major * 100 + minor < 805;
 }
 
 typedef struct {
@@ -478,9 +485,9 @@ aclError aclsysGetCANNVersion(int package, cann_version *v)
 
 aclError aclsysGetVersionStr(char *package, char *out)
 {
-    (void)package;
     ENTER();
-    strcpy(out, version());
+    const char *of_operators = getenv("FMOE_SIM_OPS_VERSION");
+    strcpy(out, strcmp(package, "ops_transformer") == 0 && of_operators ? of_operators : version());
     return ACL_OK;
 }
 

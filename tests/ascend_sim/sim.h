@@ -6,6 +6,7 @@
  *   stream.c   streams and events: a worker thread each, tasks in order
  *   runtime.c  acl*, aclrt*
  *   meta.c     descriptors, lists, scalars, executors and the two-phase call
+ *   cache.c    the operator cache of each thread
  *   array.c    what a kernel uses to read and write tensors
  *   op_*.c     the operators
  *
@@ -92,6 +93,12 @@ struct sim_exec {
     int status;
     uint64_t workspace;
     bool repeatable;
+    bool uncached; /* never in the operator cache: AI CPU operators, and those that copy onto themselves */
+    bool aicpu;    /* runs on the AI CPU, which is slow and counted apart */
+    bool hollow;   /* from a cache entry without tasks: phase 2 answers 0 and runs nothing */
+    int rounds;    /* launches that one call is; 0: one */
+    int late;      /* what phase 2 answers: checks in a tiling whose result phase 1 ignores */
+    uint64_t key;  /* in the operator cache */
     int64_t read, written;
     void *arena; /* freed after the kernel */
 };
@@ -108,6 +115,18 @@ int sim_list(sim_exec *e, const aclTensorList *l, bool is_out, int *count); /* i
 void sim_check(sim_exec *e, bool good, const char *format, ...) __attribute__((format(printf, 3, 4)));
 aclnnStatus sim_end(sim_exec *e, uint64_t workspace, uint64_t *workspaceSize, aclOpExecutor **executor);
 aclnnStatus sim_run(const char *name, void *workspace, uint64_t bytes, aclOpExecutor *executor, aclrtStream stream);
+
+void sim_check_late(sim_exec *e, bool good, const char *format, ...) __attribute__((format(printf, 3, 4)));
+void sim_on_aicpu(sim_exec *e, bool yes); /* on 910B and 910_93; 950 has AI Core kernels for more types */
+bool sim_is_950(void), sim_before_85(void);
+/* More than 32 members of Cat or SplitTensor: rounds, with the whole tensor copied once more. Answers the workspace. */
+uint64_t sim_in_rounds(sim_exec *e, int members, int64_t elements, int dtype, int each);
+
+/* ---- cache.c ---- */
+
+void sim_cache_open(sim_exec *e);
+void sim_cache_close(sim_exec *e, bool ran);
+void sim_cache_remove(sim_exec *e);
 
 double sim_scalar(const aclScalar *s);
 int64_t sim_int_array(const aclIntArray *a, int64_t *values, int64_t max); /* length; -1: NULL */

@@ -8,6 +8,7 @@
 #include "fusedmoe.h"
 
 int fmoe_bench_main(int argc, char **argv);
+int fmoe_check_ascend_main(int argc, char **argv);
 #ifdef FMOE_WITH_CHECK
 int fmoe_check_main(int argc, char **argv);
 #endif
@@ -115,6 +116,9 @@ static int info(int argc, char **argv)
 
 static int check(int argc, char **argv)
 {
+    for (int i = 1; i + 1 < argc; i++) /* on a device: in every build */
+        if (strcmp(argv[i], "--backend") == 0 && strcmp(argv[i + 1], "ascend") == 0)
+            return fmoe_check_ascend_main(argc, argv);
 #ifdef FMOE_WITH_CHECK
     return fmoe_check_main(argc, argv);
 #else
@@ -128,6 +132,7 @@ static int usage(FILE *to, int code)
 {
     fputs("usage: fusedmoe info [--json]     what this machine and this library have\n"
           "       fusedmoe check [options]   every CPU kernel and operation against a computation in double\n"
+          "       fusedmoe check --backend ascend   every operation on an NPU, with a report to send\n"
           "       fusedmoe bench [options]   time layers and operations on the CPU\n"
           "       fusedmoe --version\n"
           "`fusedmoe info --help`, `check --help` and `bench --help` explain options, defaults and units.\n"

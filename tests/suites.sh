@@ -74,6 +74,7 @@ if [ $released = 0 ]; then
     suite layers tests/layers.py
     suite example tests/falls.sh "$bin/train_layer"
     suite replay replays "$bin"
+    suite ascend-check tests/ascend/check_faults.sh "$build/fusedmoe" "$root/tests/ascend_sim/cann"
     for program in $ascend; do
         suite "$program-cann" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann" "$bin/ascend/$program"
     done
@@ -87,6 +88,7 @@ if [ $released = 0 ]; then
         for program in $ascend; do # other versions and other libraries, the same operators
             suite "$program-cann81" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann81" "$bin/ascend/$program"
         done
+        suite ascend-check-cann81 tests/ascend/check_faults.sh "$build/fusedmoe" "$root/tests/ascend_sim/cann81"
         for program in test_ascend_layer test_ascend_vendor; do
             suite "$program-cann85" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann85" "$bin/ascend/$program"
         done

@@ -251,6 +251,31 @@ void sim_store_int(sim_exec *e, int tensor, const int64_t *values)
     sim_store(e, tensor, wide);
 }
 
+/* A fault of the device, planted: FMOE_SIM_SPOIL names an operator whose results are wrong. Numbers come out
+ * scaled, shifted and in the opposite order, truths inverted, indices and counts in reverse, so that they stay in
+ * range. */
+void sim_spoil(sim_exec *e)
+{
+    const char *name = getenv("FMOE_SIM_SPOIL");
+    if (!name || strcmp(name, e->name) != 0) return;
+    for (int i = 0; i < e->nt; i++) {
+        const sim_tensor *t = &e->t[i];
+        const int64_t n = sim_numel(t);
+        if (!t->is_out || n == 0) continue;
+        double *v = sim_load(e, i);
+        for (int64_t j = 0; j < n; j++) {
+            if (t->dtype == ACL_BOOL) v[j] = v[j] == 0;
+            else if (t->dtype != ACL_INT32 && t->dtype != ACL_INT64) v[j] = 1.5 - 1.25 * v[j];
+            else if (j < n / 2) {
+                const double other = v[n - 1 - j];
+                v[n - 1 - j] = v[j];
+                v[j] = other;
+            }
+        }
+        sim_store(e, i, v);
+    }
+}
+
 /* ---- Matrix product. Plain loops that the compiler turns into vector code; one clone for each instruction set. ----
  */
 

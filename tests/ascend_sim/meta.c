@@ -474,7 +474,10 @@ static void run_task(void *arg)
             sim_violation("aclnn%s: its workspace is not in allocated device memory when it runs", e->name);
         }
     }
-    if (!e->status && !count_only) e->kernel(e);
+    if (!e->status && !count_only) {
+        e->kernel(e);
+        sim_spoil(e);
+    }
     while (e->arena) {
         void *next = *(void **)e->arena;
         free(e->arena);

@@ -154,6 +154,7 @@ void sim_store_float(sim_exec *e, int tensor, const float *values);
 void sim_store_int(sim_exec *e, int tensor, const int64_t *values);
 void sim_store_part(sim_exec *e, int tensor, int64_t index0, int64_t count0, const float *values); /* of dimension 0 */
 void sim_release(sim_exec *e, void *mark); /* buffers made since mark = e->arena */
+void sim_spoil(sim_exec *e);               /* make the outputs of the operator in FMOE_SIM_SPOIL wrong */
 sim_around sim_split(const sim_tensor *t, int64_t dim);
 void sim_abort(sim_exec *e, const char *format, ...) __attribute__((format(printf, 2, 3))); /* AI Core exception */
 float *sim_to_float(sim_exec *e, const sim_tensor *t, int64_t index0, int64_t count0); /* sub-range of dimension 0 */

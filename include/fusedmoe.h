@@ -212,7 +212,12 @@ enum {
     /* The backward of experts and block may use the memory of dw.w1 as workspace until it writes the gradient there,
      * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
      * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
-    FMOE_BORROW_DW1 = 256
+    FMOE_BORROW_DW1 = 256,
+    /* What the forward of experts and block keeps for the backward, of Ascend plans without FMOE_RECOMPUTE: everything,
+     * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
+     * CPU, CUDA: no effect, they keep h. */
+    FMOE_KEEP_ALL = 1024,
+    FMOE_KEEP_LEAN = 2048
 };
 
 typedef struct fmoe_desc {
@@ -396,8 +401,8 @@ FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_a
  * to W2[e], without either sum being made:
  *   h = x . W1^T + lora_scale1 * (x . A1^T) . B1^T
  * Adapters are stacks beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups).
- * Their factors are of the plan's dtype or, on the CPU, f32, and are rounded to it then. W is frozen where its gradient
- * is NULL, and then costs nothing in the backward but dx. */
+ * Their factors are of the plan's dtype or, on the CPU and Ascend, f32, and are rounded to it then. W is frozen where
+ * its gradient is NULL, and then costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;      /* [E,2I] */

@@ -158,11 +158,14 @@ static bool act_known(int32_t act)
 static fmoe_status check_desc(const fmoe_desc *d)
 {
     const uint32_t known = FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E |
-                           FMOE_SHARED_GATE | FMOE_ROUND_STEPS | FMOE_REUSE_SAVED | FMOE_BORROW_DW1;
+                           FMOE_SHARED_GATE | FMOE_ROUND_STEPS | FMOE_REUSE_SAVED | FMOE_BORROW_DW1 | FMOE_KEEP_ALL |
+                           FMOE_KEEP_LEAN;
     if (d->dtype < FMOE_F32 || d->dtype > FMOE_F64)
         return fmoe_fail(FMOE_ERR_DTYPE, "dtype is %d, must be a value of fmoe_dtype (1 to 4)", d->dtype);
     if (d->flags & ~known)
         return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has unknown bits, known are 0x%x", d->flags, known);
+    if ((d->flags & FMOE_KEEP_ALL) && (d->flags & FMOE_KEEP_LEAN))
+        return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has FMOE_KEEP_ALL and FMOE_KEEP_LEAN: one of them", d->flags);
     if ((d->flags & FMOE_ROUND_STEPS) && d->device.type != 0 && d->device.type != FMOE_CPU)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS is for the CPU, device.type is %d", d->device.type);
     if (d->threads < 0 || d->threads > 65536)

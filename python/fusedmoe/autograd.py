@@ -62,7 +62,7 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
         return w, []
     n, dtype, cpu = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0), x.dtype, x.is_cpu
     unit = (2, 1) if cpu else (1,) if x.is_cuda and flags & ops.TRANSPOSED else (2,)
-    wide = torch.float32 if cpu and dtype.itemsize == 2 else dtype  # which the library narrows itself, for experts that have rows
+    wide = torch.float32 if not x.is_cuda and dtype.itemsize == 2 else dtype  # which the library narrows itself
     return [*w[:n], *[_factor(t, wide if t.dtype == wide else dtype, unit) for t in w[n:]]], [scales]
 
 
@@ -136,7 +136,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
             if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
                 b, scale = b * scale, 1.0
             scales[i], w, flags = scale, [*w, a, b], flags | (ops.LORA1, ops.LORA2)[i]
-    if scales and dtype.itemsize == 2 and x.is_cuda and any(t.dtype == torch.float32 for t in w):
+    if scales and dtype.itemsize == 2 and not x.is_cpu and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))

@@ -42,5 +42,7 @@ class Flag(IntFlag):
     ROUND_STEPS = 1 << 6  # round where transformers' own code does
     REUSE_SAVED = 1 << 7  # the backward may overwrite what was saved
     BORROW_DW1 = 1 << 8  # the backward computes in the memory of W1's gradient
+    KEEP_ALL = 1 << 10  # an NPU keeps everything for the backward
+    KEEP_LEAN = 1 << 11  # an NPU keeps h alone for the backward, a quarter
     LIST = 1 << 16  # one matrix an expert: gates, ups, downs
     TRANSPOSED = 1 << 17  # stacks are [E,in,out]

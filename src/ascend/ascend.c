@@ -40,11 +40,12 @@ static fmoe_status check_desc(const fmoe_plan_impl *p)
     return FMOE_OK;
 }
 
-/* What to keep when the description leaves it open: FMOE_ASCEND_KEEP=lean or all. Default all: it moves the fewest
- * bytes. */
+/* What to keep: as the plan's flags say; where they leave it open FMOE_ASCEND_KEEP=lean or all. Default all: it moves
+ * the fewest bytes. */
 static asc_keep choose_keep(const fmoe_desc *d)
 {
     if (d->flags & FMOE_RECOMPUTE) return KEEP_NOTHING;
+    if (d->flags & (FMOE_KEEP_ALL | FMOE_KEEP_LEAN)) return d->flags & FMOE_KEEP_LEAN ? KEEP_LEAN : KEEP_ALL;
     const char *say = getenv("FMOE_ASCEND_KEEP");
     return say && strcmp(say, "lean") == 0 ? KEEP_LEAN : KEEP_ALL;
 }
@@ -232,14 +233,6 @@ ENTRY(activation_backward, fmoe_activation_args, 0, asc_activation(&c, FMOE_BACK
 ENTRY(experts_forward, fmoe_experts_args, a->x->shape[0] * p->d.k, asc_experts_forward(&c, a, run->flags))
 ENTRY(experts_backward, fmoe_experts_args, a->x->shape[0] * p->d.k, asc_experts_backward(&c, a, run->flags))
 
-static fmoe_status scale(const fmoe_plan_impl *p, const fmoe_tensor *t, float by, const fmoe_run *run)
-{
-    asc_call c;
-    FMOE_TRY(asc_begin(&c, p, run));
-    asc_scale(&c, asc_of(t), (double)by);
-    return asc_end(&c);
-}
-
 const fmoe_backend fmoe_backend_ascend = {
     .version = FMOE_BACKEND_VERSION,
     .name = "ascend",
@@ -253,5 +246,6 @@ const fmoe_backend fmoe_backend_ascend = {
     .gmm = {gmm_forward, gmm_backward},
     .activation = {activation_forward, activation_backward},
     .experts = {experts_forward, experts_backward},
-    .scale = scale,
+    .lora = true,
+    .wide_factors = true,
 };

@@ -12,6 +12,7 @@ void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_
     if (w->w1 || !w->gate) {
         const asc_weights w1 = asc_weights_of(c, w->w1 ? "w1" : "up", w->w1, w->up, E);
         asc_rows_product(c, xp, asc_weights_turn(w1), w->b1, g, h);
+        asc_adapter(c, asc_adapter1(w), xp, g, h);
         return;
     }
     const int64_t R = xp.dims[0], I = c->p->d.I;
@@ -25,6 +26,7 @@ void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_
     const aclTensor *to = asc_t(c, h);
     ASC_LAUNCH(c, Cat, from, 1, to);
     asc_release(c, mark);
+    asc_adapter(c, asc_adapter1(w), xp, g, h);
 }
 
 /* y = a . W2^T + b2. Rows no group covers are zero, for the combine reads them. */
@@ -33,6 +35,7 @@ void asc_down(asc_call *c, const fmoe_weights *w, asc_view a, asc_groups *g, asc
     const asc_weights w2 = asc_weights_of(c, w->w2 ? "w2" : "down", w->w2, w->down, c->p->d.E);
     if (c->plan->skip) asc_zero(c, y);
     asc_rows_product(c, a, asc_weights_turn(w2), w->b2, g, y);
+    asc_adapter(c, asc_adapter2(w), a, g, y);
 }
 
 static asc_view keep_or_take(asc_call *c, asc_view kept, int64_t rows, int64_t cols)

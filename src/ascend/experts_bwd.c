@@ -15,6 +15,8 @@ typedef struct { /* what is needed of the forward, kept or made again */
 
 static bool wants_w1(const fmoe_weights *dw) { return dw->w1 || dw->gate || dw->up; }
 static bool wants_w2(const fmoe_weights *dw) { return dw->w2 || dw->down; }
+static bool wants_first(const fmoe_weights *dw) { return wants_w1(dw) || dw->lora_a1 || dw->lora_b1; }  /* reads xp */
+static bool wants_second(const fmoe_weights *dw) { return wants_w2(dw) || dw->lora_a2 || dw->lora_b2; } /* reads a */
 
 static bool is_wide(const fmoe_tensor *t) { return t && fmoe_tensor_dtype(t) == FMOE_F32; }
 
@@ -24,15 +26,16 @@ static bool needs_running(const asc_call *c, const fmoe_experts_args *a, const a
     const fmoe_desc *d = &c->p->d;
     if (d->E > 128 && (a->w.up || a->w.down)) return true;
     return asc_sums_needed(c, g) && d->dtype != FMOE_F32 &&
-           (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) || is_wide(a->dw.gate) ||
-            is_wide(a->dw.up) || is_wide(a->dw.down));
+           (is_wide(a->dw.w1) || is_wide(a->dw.w2) || is_wide(a->dw.b1) || is_wide(a->dw.b2) ||
+            is_wide(a->dw.lora_a1) || is_wide(a->dw.lora_b1) || is_wide(a->dw.lora_a2) || is_wide(a->dw.lora_b2) ||
+            is_wide(a->dw.gate) || is_wide(a->dw.up) || is_wide(a->dw.down));
 }
 
 static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
 {
     const fmoe_desc *d = &c->p->d;
     const aclDataType dtype = asc_plan_dtype(c->p);
-    const bool w1 = wants_w1(&a->dw) || a->dw.b1, w2 = wants_w2(&a->dw) || a->dw.b2, below = w1 || a->dx;
+    const bool w1 = wants_first(&a->dw) || a->dw.b1, w2 = wants_second(&a->dw) || a->dw.b2, below = w1 || a->dx;
     asc_saved kept = {.map = {.data = NULL}};
     if (c->plan->keep != KEEP_NOTHING) asc_saved_layout(c->p, R, a->saved, &kept);
     s->r = (asc_routing){.map = kept.map, .counts = kept.counts};
@@ -41,7 +44,7 @@ static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
     s->a = kept.a;
     s->y = kept.y;
     if (c->plan->keep != KEEP_NOTHING) s->r.mask = asc_skip_mask(c, a->ids);
-    if (!s->xp.data && (wants_w1(&a->dw) || !s->h.data)) {
+    if (!s->xp.data && (wants_first(&a->dw) || !s->h.data)) {
         asc_routing again = {.map = asc_new1(c, ACL_INT32, R), .counts = asc_new1(c, ACL_INT64, d->E + 1)};
         again.counts.dims[0] = d->E;
         s->xp = asc_new2(c, dtype, R, d->H);
@@ -55,7 +58,7 @@ static void recall(asc_call *c, const fmoe_experts_args *a, int64_t R, state *s)
         s->h = asc_new2(c, dtype, R, c->p->h_cols);
         asc_up(c, &a->w, s->xp, &s->g, s->h);
     }
-    if (!s->a.data && (wants_w2(&a->dw) || a->dweights)) {
+    if (!s->a.data && (wants_second(&a->dw) || a->dweights)) {
         s->a = asc_new2(c, dtype, R, d->I);
         asc_act(c, s->h, s->a);
     }
@@ -102,6 +105,7 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
     asc_view part[2] = {dH, dH};
     const bool pairs = a->w.gate != NULL;
     if (pairs) both_halves(c, dH, part);
+    const asc_adapter_of low = asc_adapter1(&a->w), dlow = asc_adapter1(&a->dw);
     if (a->dx) {
         const bool add_dx = flags & FMOE_ADD_DX;
         const size_t mark = c->used;
@@ -118,12 +122,14 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
             const asc_weights w1 = asc_weights_of(c, a->w.w1 ? "w1" : "up", a->w.w1, a->w.up, d->E);
             asc_rows_product(c, dH, w1, NULL, &s->g, dXp);
         }
+        asc_adapter_gradient(c, low, dlow, s->xp, dH, &s->g, &dXp, add);
         const asc_view dx = asc_target(c, a->dx, dXp.dtype, add_dx);
         const aclTensor *tg = asc_t(c, dXp), *tm = asc_t(c, s->r.map), *to = asc_t(c, dx);
         ASC_LAUNCH(c, MoeTokenPermuteGrad, tg, tm, d->k, false, to);
         asc_deliver(c, a->dx, dx, add_dx);
         asc_release(c, mark);
     }
+    if (!a->dx) asc_adapter_gradient(c, low, dlow, s->xp, dH, &s->g, NULL, add);
     if (a->dw.w1) asc_outer_product(c, dH, s->xp, &s->g, asc_weights_of(c, "dw1", a->dw.w1, NULL, d->E), add);
     if (a->dw.gate)
         asc_outer_product(c, part[0], s->xp, &s->g, asc_weights_of(c, "dgate", NULL, a->dw.gate, d->E), add);
@@ -134,12 +140,15 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
 /* No tokens: gradients of weights that are not added to become zero. */
 static void nothing_routed(asc_call *c, const fmoe_experts_args *a, bool add)
 {
-    const fmoe_tensor *stack[] = {a->dw.w1, a->dw.w2, a->dw.b1, a->dw.b2}, *list[] = {a->dw.gate, a->dw.up, a->dw.down};
+    const fmoe_tensor *stack[] = {a->dw.w1,      a->dw.w2,      a->dw.lora_a1, a->dw.lora_b1,
+                                  a->dw.lora_a2, a->dw.lora_b2, a->dw.b1,      a->dw.b2},
+                      *list[] = {a->dw.gate, a->dw.up, a->dw.down};
     if (add) return;
-    for (int i = 0; i < 4; i++) {
+    static const char *const name[] = {"dw1", "dw2", "dlora_a1", "dlora_b1", "dlora_a2", "dlora_b2"};
+    for (int i = 0; i < 8; i++) {
         if (!stack[i]) continue;
         asc_weights w = {.stack = asc_of(stack[i])};
-        if (i < 2) w = asc_weights_of(c, i ? "dw2" : "dw1", stack[i], NULL, c->p->d.E);
+        if (i < 6) w = asc_weights_of(c, name[i], stack[i], NULL, c->p->d.E);
         asc_zero(c, w.stack);
     }
     for (int i = 0; i < 3; i++)
@@ -159,7 +168,7 @@ void asc_experts_backward(asc_call *c, const fmoe_experts_args *a, uint32_t flag
     state s;
     recall(c, a, R, &s);
     const asc_view dY = combine_gradient(c, a, &s, asc_new2(c, dtype, R, d->H));
-    const bool below = wants_w1(&a->dw) || a->dw.b1 || a->dx;
+    const bool below = wants_first(&a->dw) || a->dw.b1 || a->dx;
     asc_view dA = {.data = NULL}, dH = {.data = NULL};
     if (below) {
         const asc_weights w2 = asc_weights_of(c, a->w.w2 ? "w2" : "down", a->w.w2, a->w.down, d->E);
@@ -167,6 +176,7 @@ void asc_experts_backward(asc_call *c, const fmoe_experts_args *a, uint32_t flag
         dH = asc_new2(c, dtype, R, c->p->h_cols);
         asc_rows_product(c, dY, w2, NULL, &s.g, dA);
     }
+    asc_adapter_gradient(c, asc_adapter2(&a->w), asc_adapter2(&a->dw), s.a, dY, &s.g, below ? &dA : NULL, add);
     if (wants_w2(&a->dw))
         asc_outer_product(c, dY, s.a, &s.g, asc_weights_of(c, "dw2", a->dw.w2, a->dw.down, d->E), add);
     if (a->dw.b2) asc_bias_gradient(c, dY, &s.g, a->dw.b2, add);

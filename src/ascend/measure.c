@@ -58,13 +58,27 @@ static fmoe_tensor *list_of(fake *f, int dtype, int64_t n, int64_t a, int64_t b)
 
 /* ---- Each operation ---- */
 
+static void adapters(asc_call *c, fake *f, fmoe_weights *w, int dtype, float scale)
+{
+    const fmoe_desc *d = &c->p->d;
+    if (d->rank1) {
+        w->lora_a1 = describe(&f[0], dtype, 3, d->E, d->rank1, d->H);
+        w->lora_b1 = describe(&f[1], dtype, 3, d->E, c->p->h_cols, d->rank1);
+    }
+    if (d->rank2) {
+        w->lora_a2 = describe(&f[2], dtype, 3, d->E, d->rank2, d->I);
+        w->lora_b2 = describe(&f[3], dtype, 3, d->E, d->H, d->rank2);
+    }
+    w->lora_scale1 = w->lora_scale2 = scale;
+}
+
 static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad)
 {
     const fmoe_desc *d = &c->p->d;
     const int t = d->dtype;
     const int64_t hc = c->p->h_cols;
     const bool bias = d->flags & FMOE_BIAS;
-    fake x, ids, p, out, dout, dx, dp, w1, w2, b1, b2, dw1, dw2, db1, db2, lw[3], lg[3];
+    fake x, ids, p, out, dout, dx, dp, w1, w2, b1, b2, dw1, dw2, db1, db2, lw[3], lg[3], lora[8];
     fmoe_tensor *list[6] = {NULL};
     fmoe_experts_args a = {.size = sizeof a,
                            .x = describe(&x, t, 2, T, d->H, 0),
@@ -86,6 +100,7 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
                              .b1 = bias ? describe(&b1, t, 2, d->E, hc, 0) : NULL,
                              .b2 = bias ? describe(&b2, t, 2, d->E, d->H, 0) : NULL};
     }
+    adapters(c, lora, &a.w, d->dtype == FMOE_F32 ? t : FMOE_F32, 0.5f);
     if (c->status == FMOE_OK && pass == FMOE_FORWARD) {
         a.out = describe(&out, t, 2, T, d->H, 0);
         asc_experts_forward(c, &a, FMOE_ADD_OUT);
@@ -100,6 +115,7 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
                                   .w2 = describe(&dw2, grad, 3, d->E, d->H, d->I),
                                   .b1 = bias ? packed2(&db1, grad, d->E, hc) : NULL,
                                   .b2 = bias ? packed2(&db2, grad, d->E, d->H) : NULL};
+        adapters(c, lora + 4, &a.dw, grad, 0);
         asc_experts_backward(c, &a, FMOE_ADD_DX | FMOE_ACCUMULATE);
     }
     for (int i = 0; i < 6; i++) free(list[i]);
@@ -117,7 +133,6 @@ static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide, bool sized)
     if (pass == FMOE_FORWARD) {
         a.bias = describe(&bias, t, 2, d->E, d->N, 0);
         a.y = describe(&y, wide, 2, R, d->N, 0);
-        if (c->acl->aclnnInplaceMuls) asc_scale(c, asc_of(packed2(&dx, t, R, d->N)), 2); /* of an adapter's */
     } else {
         a.dy = describe(&y, wide, 2, R, d->N, 0);
         a.dx = describe(&dx, t, 2, R, d->K, 0);

@@ -80,6 +80,28 @@ void asc_mm(asc_call *c, asc_view a, asc_view b, asc_view out);
 void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_view h);  /* h = xp . W1^T + b1 */
 void asc_down(asc_call *c, const fmoe_weights *w, asc_view a, asc_groups *g, asc_view y); /* y = a . W2^T + b2 */
 
+/* ---- adapters.c ---- */
+
+typedef struct asc_adapter_of { /* factors a [n,rank,in] and b [n,out,rank], or their gradients; NULL: none */
+    const fmoe_tensor *a, *b;
+    float scale;
+} asc_adapter_of;
+
+static inline asc_adapter_of asc_adapter1(const fmoe_weights *w)
+{
+    return (asc_adapter_of){w->lora_a1, w->lora_b1, fmoe_lora_scale(w->lora_scale1)};
+}
+
+static inline asc_adapter_of asc_adapter2(const fmoe_weights *w)
+{
+    return (asc_adapter_of){w->lora_a2, w->lora_b2, fmoe_lora_scale(w->lora_scale2)};
+}
+
+void asc_adapter(asc_call *c, asc_adapter_of w, asc_view x, asc_groups *g, asc_view to); /* to += s x . a^T . b^T */
+/* dx (NULL: not wanted) += s dy . b . a, and the gradients d asks for. */
+void asc_adapter_gradient(asc_call *c, asc_adapter_of w, asc_adapter_of d, asc_view x, asc_view dy, asc_groups *g,
+                          const asc_view *dx, bool add);
+
 /* ---- act.c ---- */
 
 bool asc_act_clipped(const fmoe_acl *acl, const fmoe_desc *d); /* one launch by ClippedSwiglu */

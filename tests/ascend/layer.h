@@ -21,6 +21,7 @@ typedef struct layer_case {
     double limit;
     int idle; /* only the first E - idle experts get rows */
     int64_t rank1, rank2;
+    int factors; /* dtype of adapters; 0: the plan's */
 } layer_case;
 
 typedef struct layer {
@@ -156,9 +157,10 @@ static inline layer layer_make(layer_case c)
     l.r.w.lora_scale2 = l.a.w.lora_scale2 = c.rank2 % 3 ? -0.6f : 1;
     for (int i = 0; i < 8; i++) {
         if (!(i % 4 < 2 ? c.rank1 : c.rank2)) continue;
-        fmoe_tensor *t = tensor_random(layer_weight(&c, i < 4 ? c.dtype : grad, c.E, shape[i % 4][0], shape[i % 4][1]),
+        const int own = i >= 4 ? (c.factors ? c.factors : grad) : c.factors ? c.factors : c.dtype;
+        fmoe_tensor *t = tensor_random(layer_weight(&c, own, c.E, shape[i % 4][0], shape[i % 4][1]),
                                        i < 4 ? 1.2 / sqrt((double)shape[i % 4][1]) : 1);
-        *lora[0][i] = wide(t);
+        *lora[0][i] = wide(i < 4 ? tensor_copy(t, c.dtype) : t); /* factors are rounded to the plan's dtype */
         *lora[1][i] = to_npu(t);
     }
     CHECK_STATUS(fmoe_saved_bytes(l.plan, c.T, &l.a.saved_bytes), FMOE_OK);

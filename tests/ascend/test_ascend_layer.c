@@ -137,7 +137,6 @@ NPU_TEST(gradients_in_blocks)
     LAYER(.dtype = FMOE_BF16, .T = 4, .H = 512, .I = 140, .E = 64, .k = 2, .backward = FMOE_ACCUMULATE, .idle = 54);
 }
 
-/* Composed by the core (src/lora.c) from permute, grouped matmul and activation. */
 NPU_TEST(adapters)
 {
     LAYER(.dtype = FMOE_F32, SIZES, .rank1 = 4, .rank2 = 3);
@@ -169,32 +168,21 @@ NPU_TEST(adapters_single_gradients)
     }
 }
 
-NPU_TEST(adapters_refused)
+/* Beside lists (transformers 4), with f32 factors and f32 gradients, added to out and dx. */
+NPU_TEST(adapters_beside_anything)
 {
-    layer l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4, .form = LISTS});
-    const fmoe_run f = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0);
-    CHECK_STATUS(layer_forward(&l, &f), FMOE_ERR_UNSUPPORTED);
-    /* A block says so before its router has run. */
-    l.d.op = FMOE_OP_BLOCK;
-    fmoe_plan plan = make_plan(l.d, FMOE_ASCEND);
-    fmoe_tensor *logits = tensor_random(tensor_new(FMOE_F32, SHAPE(17, l.d.E)), 1);
-    const fmoe_block_args block = {.size = sizeof block,
-                                   .x = l.a.x,
-                                   .w_router = to_npu(tensor_random(tensor_new(FMOE_F32, SHAPE(l.d.E, l.d.H)), 1)),
-                                   .w = l.a.w,
-                                   .logits = to_npu(logits),
-                                   .ids = l.a.ids,
-                                   .weights = l.a.weights,
-                                   .out = l.a.out};
-    const fmoe_run run = run_for(plan, FMOE_FORWARD, 17, FMOE_ASCEND, 0);
-    CHECK_STATUS(fmoe_block_forward(plan, &block, &run), FMOE_ERR_UNSUPPORTED);
-    CHECK_EQUAL(block.logits, logits);
-    fmoe_plan_destroy(&plan);
-    layer_free(&l);
-    l = layer_make((layer_case){.dtype = FMOE_F32, SIZES, .rank1 = 4});
-    const fmoe_run add = run_for(l.plan, FMOE_FORWARD, 17, FMOE_ASCEND, FMOE_ADD_OUT);
-    CHECK_STATUS(layer_forward(&l, &add), FMOE_ERR_UNSUPPORTED);
-    layer_free(&l);
+    LAYER(.dtype = FMOE_F32, SIZES, .rank1 = 4, .rank2 = 2, .form = LISTS);
+    LAYER(.dtype = FMOE_BF16, SIZES, .rank1 = 8, .rank2 = 8, .form = LISTS, .factors = FMOE_F32);
+    LAYER(.dtype = FMOE_BF16, SIZES, .rank1 = 8, .rank2 = 8, .form = LISTS_TURNED, .apart = true,
+          .flags = FMOE_SKIP_NEG1);
+    LAYER(.dtype = FMOE_BF16, SIZES, .rank1 = 8, .factors = FMOE_F32, .flags = FMOE_BIAS | FMOE_SKIP_E);
+    LAYER(.dtype = FMOE_F16, SIZES, .rank2 = 4, .factors = FMOE_F32, .form = TURNED, .backward = FMOE_ACCUMULATE);
+    LAYER(.dtype = FMOE_F32, SIZES, .rank1 = 4, .rank2 = 4, .forward = FMOE_ADD_OUT, .backward = FMOE_ADD_DX);
+    LAYER(.dtype = FMOE_BF16, .T = 9, .H = 16, .I = 8, .E = 140, .k = 2, .form = LISTS, .rank1 = 2, .rank2 = 2);
+    LAYER(.dtype = FMOE_BF16, .T = 9, .H = 16, .I = 8, .E = 1, .k = 1, .rank1 = 2, .rank2 = 2, .factors = FMOE_F32);
+    setenv("FMOE_ASCEND_KEEP", "lean", 1);
+    LAYER(.dtype = FMOE_BF16, SIZES, .rank1 = 8, .rank2 = 8, .factors = FMOE_F32);
+    unsetenv("FMOE_ASCEND_KEEP");
 }
 
 NPU_TEST(no_tokens)

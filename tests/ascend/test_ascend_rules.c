@@ -74,8 +74,26 @@ NPU_TEST(lean_memory)
            100.0 * (double)ours / (double)theirs);
     CHECK(n.backward <= 13);
     CHECK(100 * ours <= 45 * theirs);
-    setenv("FMOE_ASCEND_KEEP", "all", 1);
+    /* The plan's own word counts more than the variable. */
+    const counts all = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .flags = FMOE_KEEP_ALL});
     unsetenv("FMOE_ASCEND_KEEP");
+    const counts lean = count_layer((layer_case){.dtype = FMOE_BF16, QWEN, .flags = FMOE_KEEP_LEAN}),
+                 plain = count_layer((layer_case){.dtype = FMOE_BF16, QWEN});
+    CHECK_EQ(lean.saved, n.saved);
+    CHECK_EQ(lean.backward, n.backward);
+    CHECK_EQ(all.saved, plain.saved);
+    CHECK_EQ(all.backward, plain.backward);
+    fmoe_plan plan = 0;
+    const fmoe_desc both = {.size = sizeof both,
+                            .op = FMOE_OP_EXPERTS,
+                            .dtype = FMOE_BF16,
+                            .H = 8,
+                            .I = 8,
+                            .E = 4,
+                            .k = 2,
+                            .flags = FMOE_KEEP_ALL | FMOE_KEEP_LEAN};
+    CHECK_STATUS(fmoe_plan_create(&plan, &both), FMOE_ERR_ARG);
+    CHECK_ERROR_HAS("FMOE_KEEP_ALL and FMOE_KEEP_LEAN");
 }
 
 /* Bytes of forward and backward at Qwen3-30B-A3B's own sizes, T = 512: counted, not computed. What LLaMA-Factory 0.9.5

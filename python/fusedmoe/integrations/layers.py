@@ -263,6 +263,14 @@ def traits(act: int | None, w: Tensor) -> tuple[str, str, str]:
     return _ACTS[act], _DTYPES[w.dtype] if w.dtype in _DTYPES else str(w.dtype).removeprefix("torch."), w.device.type
 
 
+KEEP = {"all": ops.KEEP_ALL, "lean": ops.KEEP_LEAN, "nothing": ops.RECOMPUTE}
+
+
+def kept_by(module: nn.Module) -> int:
+    """The flag for what this module's forward keeps for its backward: apply(model, keep=...)."""
+    return vars(module).get("_fmoe_keep", 0)
+
+
 def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),
         w: Sequence[Tensor] | None = None) -> Tensor:  # fmt: skip
     """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E]); lora as in ``autograd.experts``."""
@@ -283,7 +291,7 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
         flags = layer.flags if x.is_cpu and w[0].dtype == torch.bfloat16 else layer.flags & ~ops.ROUND_STEPS
         if kept is None and x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
             flags &= ~ops.SKIP_E  # skip marks come from expert parallelism only, and cost ten more launches on an NPU
-        out = autograd.experts(x, ids, p, w, layer.act, flags, layer.alpha, layer.limit, lora)
+        out = autograd.experts(x, ids, p, w, layer.act, flags | kept_by(module), layer.alpha, layer.limit, lora)
     else:
         out = _composed(module, layer, x, ids, p, w)
     out = out if kept is None else out + kept

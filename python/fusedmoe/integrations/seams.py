@@ -143,7 +143,7 @@ def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair
     logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).reshape(x.shape[0], -1)
     select = attrgetter(bias)(self).view(-1) if bias else None
     ids, p = autograd.route(logits, self.top_k, select_bias=select, **rule)
-    out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST, lora=w[1])
+    out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST | layers.kept_by(self), lora=w[1])
     shared = m.get("shared_expert") or m.get("shared_mlp") or m.get("shared_experts")
     if shared is not None:
         out = out + (torch.sigmoid(m["shared_expert_gate"](x)) * shared(x) if "shared_expert_gate" in m else shared(x))
@@ -302,6 +302,7 @@ def unpatch(model: nn.Module) -> None:
     """Take every seam out again."""
     for module in model.modules():
         vars(module).pop("_fmoe_layer", None)
+        vars(module).pop("_fmoe_keep", None)
         for slot, bound in [*vars(module).items()]:
             if isinstance(bound, Bound):
                 delattr(module, slot)

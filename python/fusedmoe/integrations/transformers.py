@@ -82,15 +82,19 @@ def _accept_name(cls: type) -> None:
     cls.get_correct_experts_implementation = get_correct_experts_implementation  # type: ignore[attr-defined]
 
 
-def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
+def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None) -> nn.Module:
     """Make every MoE layer of model run on fusedmoe. Returns the model; unknown ones are left alone, with a log line.
 
     routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
+    keep: what a layer keeps for its backward. "all" or "lean" (a quarter of it, four more launches), which is for an NPU; "nothing":
+    x alone, on every device, and h is computed again; None: the device's own choice (an NPU: FMOE_ASCEND_KEEP, else all).
     """
     from .report import report  # which imports this module
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module: load it first")
+    if keep is not None and keep not in layers.KEEP:
+        raise ValueError(f"apply: keep is {keep!r}, expected one of {', '.join(layers.KEEP)}, or None")
     register()
     if routers is None:
         routers = any(p.device.type not in ("cpu", "meta") for p in model.parameters())
@@ -100,6 +104,12 @@ def apply(model: nn.Module, routers: bool | None = None) -> nn.Module:
             vars(model).setdefault("_fmoe_previous", []).append((config, config._experts_implementation))
             config._experts_implementation = NAME
     patched, found = seams.patch(model, routers), report(model)
+    for module in [*ours, *(m for m in model.modules() if seams.seam_of(m))]:
+        for part in (module, module._modules.get("experts")):  # Llama 4's block runs its experts
+            if part is not None:
+                vars(part).pop("_fmoe_keep", None)
+                if keep is not None:
+                    part._fmoe_keep = layers.KEEP[keep]
     config = getattr(model, "config", None)
     name = (getattr(config, "architectures", None) or [type(model).__name__])[0]
     quantized = " (it is quantized)" if getattr(config, "quantization_config", None) else ""

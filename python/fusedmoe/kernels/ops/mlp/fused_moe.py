@@ -26,7 +26,7 @@ class MoEKernel(BaseKernel):
     @classmethod
     def apply(cls, **kwargs: Any) -> Any:
         """Apply to ``model=`` and return it; ValueError without one, RuntimeError where something is missing."""
-        model = hf.apply(cls._checked_model(kwargs))
+        model = hf.apply(cls._checked_model(kwargs), keep=kwargs.get("keep"))
         for listener in cls.listeners.values():
             listener(model)
         return model

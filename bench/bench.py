@@ -15,6 +15,7 @@ import itertools
 import json
 import re
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -202,7 +203,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     words = lambda text: text.split(",")  # noqa: E731
     device = argparse.ArgumentParser(add_help=False)
-    device.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default here: %(default)s)")
+    device.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, or npu, which has options of its own: --device npu --help (default here: %(default)s)")
     cuda = device.parse_known_args(argv)[0].device == "cuda"
     parser = argparse.ArgumentParser("python -m fusedmoe.bench", description="E" + __doc__.split("\n")[0].split(": e")[1], epilog=COLUMNS,
                                      parents=[device], formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
@@ -226,6 +227,11 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
+    given = sys.argv[1:] if argv is None else [*argv]
+    if "--device=npu" in given or ("--device", "npu") in itertools.pairwise(given):
+        from .npu import main as npu
+
+        return npu(given)
     args, parser = _arguments(argv)
     if not hf.register():
         parser.error("transformers 5 or newer is needed")

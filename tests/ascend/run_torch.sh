@@ -32,7 +32,7 @@ if [ ! -d "$build/tests/ascend_sim/cann" ]; then
     exit 1
 fi
 
-pins="torch==2.13.0 torch-npu==2.13.0 numpy pyyaml transformers==5.6.0 pytest"
+pins="torch==2.13.0 torch-npu==2.13.0 numpy pyyaml transformers==5.6.0 pytest hypothesis"
 # The older pair, in a folder of its own that goes before the rest: torch and torch_npu are shared.
 pins4="llamafactory==0.9.4 transformers==4.57.6 tokenizers==0.22.2 huggingface_hub==0.36.2 requests urllib3 charset_normalizer"
 if [ "$(cat "$venv/.made-of" 2>/dev/null)" != "$pins $pins4" ]; then
@@ -93,6 +93,8 @@ pytest() { # file: run from elsewhere, for the sources' own python/ must not be 
 }
 tests=$(realpath tests/ascend)
 pytest test_torch_npu.py
+pytest test_strides_npu.py
+pytest test_bench_npu.py
 if [ -d "$FMOE_V4" ]; then
     PYTHONPATH=$FMOE_V4 pytest test_transformers4.py
 else

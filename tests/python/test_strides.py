@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any strides for every argument of every public function, forward and backward: the bits of the contiguous call.
 
-FMOE_STRIDE_CALLS sets how many calls are drawn for each function. Where there is a CUDA device, it is drawn too.
+FMOE_STRIDE_CALLS sets how many calls are drawn for each function. Where there is a CUDA device, it is drawn too; on an NPU,
+tests/ascend/test_strides_npu.py runs this file.
 """
 
 import os
@@ -19,7 +20,7 @@ from fusedmoe import Activation, Flag, GmmFunction, HybridGmmFunction, Score, op
 from fusedmoe.kernels.ops.mlp.npu_fused_moe import NpuMoeFused, Qwen3NpuMoeFused
 
 CALLS = int(os.environ.get("FMOE_STRIDE_CALLS", "60"))
-DEVICES = ["cpu", *["cuda"] * torch.cuda.is_available()]
+DEVICES = ["npu"] if hasattr(torch, "npu") and torch.npu.is_available() else ["cpu", *["cuda"] * torch.cuda.is_available()]
 MLP = "gate_proj", "up_proj", "down_proj"
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 # No shrinking: a call has some fifty draws, and the draws of the one that failed are printed.

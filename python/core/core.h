@@ -34,7 +34,7 @@ PyObject *core_fail(fmoe_status s, const char *text);
 typedef enum {
     AS_IS,   /* allocated by us: no copy may stand in for it */
     ROWS,    /* unit stride in the last dimension */
-    MATRIX,  /* unit stride in one of the last two */
+    MATRIX,  /* unit stride in one of the last two; on an NPU without holes */
     COMPACT, /* compact */
     IDS      /* compact, int32 or int64 */
 } layout;
@@ -74,6 +74,7 @@ typedef struct {
 
 void call_begin(call *c, Py_ssize_t capacity); /* c->tensors is NULL afterwards where there is no memory */
 void call_end(call *c);
+bool is_turned(const fmoe_tensor *t);               /* a matrix that take() let pass and that does not lie row by row */
 fmoe_tensor *take(call *c, PyObject *o, layout as); /* NULL: an exception is set */
 /* [E,K,N] as [E,N,K], without touching what torch's tensor says of itself. */
 void take_transposed(call *c, const fmoe_tensor *t);

@@ -135,13 +135,18 @@ static int take_part(call *c, PyObject *list, Py_ssize_t from, Py_ssize_t to, la
 {
     *out = NULL;
     if (from == to || list_item(list, from) == Py_None) return 0;
-    *out = &c->tensors[c->n];
+    const int first = (int)c->n;
+    *out = &c->tensors[first];
+    bool differ = false;
     for (Py_ssize_t i = from; i < to; i++) {
         c->item = i;
         if (!take(c, list_item(list, i), as)) return -1;
+        differ = differ || is_turned(&c->tensors[c->n - 1]) != is_turned(*out);
     }
     c->item = -1;
-    return 0;
+    if (as != MATRIX || !differ || (*out)->device.type != FMOE_ASCEND) return 0;
+    c->n = first; /* CANN reads the matrices of a list in one orientation */
+    return take_part(c, list, from, to, COMPACT, out);
 }
 
 /* length: of every list of tensors so far, for the library reads all to the same; 0: none yet. */

@@ -178,6 +178,21 @@ static fmoe_tensor *view(call *c, PyObject *o)
     return t;
 }
 
+/* Whether the last dimensions, exchanged or not, lie one after the other without holes: all that CANN's products read.
+ */
+static bool packed(const fmoe_tensor *t, bool turned)
+{
+    int64_t run = 1;
+    for (int i = t->ndim - 1; i >= 0; i--) {
+        const int d = turned && i >= t->ndim - 2 ? 2 * t->ndim - 3 - i : i;
+        if (t->shape[d] != 1 && t->strides[d] != run) return false;
+        run *= t->shape[d];
+    }
+    return true;
+}
+
+bool is_turned(const fmoe_tensor *t) { return t->strides && t->ndim >= 2 && !packed(t, false); }
+
 /* Whether the library takes these strides: no two elements share memory, and the layout's own rule (src/tensor.c, which
  * stays the judge: what this lets pass by mistake is an error there). */
 static bool readable(const fmoe_tensor *t, layout as)
@@ -199,6 +214,7 @@ static bool readable(const fmoe_tensor *t, layout as)
     }
     const int last = t->ndim - 1;
     if (as == ROWS) return t->shape[last] == 1 || t->strides[last] == 1;
+    if (as == MATRIX && t->device.type == FMOE_ASCEND && t->ndim >= 2) return packed(t, false) || packed(t, true);
     if (as == MATRIX) { /* by a dimension that has entries: a matrix of one row or column is read as a compact one is */
         bool unit = false, one = true;
         for (int i = last; i >= 0 && i >= last - 1; i--)

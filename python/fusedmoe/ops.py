@@ -106,6 +106,8 @@ def _grad(w: Tensor, matrices: bool = True) -> Tensor:
     """Memory for the gradient of a weight (matrices) or a bias: with its strides, where the library can write those."""
     grad = _new(w) if matrices else _like(w)
     fits = not matrices or any(n == 1 or stride == 1 for n, stride in zip(grad.shape[-2:], grad.stride()[-2:]))
+    if fits and matrices and w.dim() > 1 and w.device.type not in _DEVICES:  # CANN's products write without holes
+        fits = grad.is_contiguous() or grad.mT.is_contiguous()
     return grad if fits else torch.empty_like(w, memory_format=torch.contiguous_format)
 
 

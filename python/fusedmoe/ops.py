@@ -102,13 +102,13 @@ def _like(t: Tensor) -> Tensor:
     return _new(t) if t.is_contiguous() else torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-def _grad(w: Tensor, matrices: bool = True) -> Tensor:
+def _grad(w: Tensor, matrices: bool = True, dtype: torch.dtype | None = None) -> Tensor:
     """Memory for the gradient of a weight (matrices) or a bias: with its strides, where the library can write those."""
-    grad = _new(w) if matrices else _like(w)
+    grad = torch.empty_like(w, dtype=dtype) if dtype else _new(w) if matrices else _like(w)
     fits = not matrices or any(n == 1 or stride == 1 for n, stride in zip(grad.shape[-2:], grad.stride()[-2:]))
     if fits and matrices and w.dim() > 1 and w.device.type not in _DEVICES:  # CANN's products write without holes
         fits = grad.is_contiguous() or grad.mT.is_contiguous()
-    return grad if fits else torch.empty_like(w, memory_format=torch.contiguous_format)
+    return grad if fits else torch.empty_like(w, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def spread(grads: Sequence[Tensor], wanted: Sequence[Any]) -> list[Tensor | None]:
@@ -365,7 +365,7 @@ def experts_backward(x: Tensor, ids: Tensor, p: Tensor, w: _Many, saved: Tensor,
     factors = sum(bit >= 64 for bit in wanted) if flags & WIDE_FACTORS else 0
     for i, t in enumerate(own):
         wide = i >= len(own) - factors
-        grads.append(torch.empty_like(t, dtype=torch.float32) if wide else _grad(t, t.dim() == 3 or bool(flags & LIST)))
+        grads.append(_grad(t, t.dim() == 3 or bool(flags & LIST), torch.float32 if wide else None))
     yield grads
     borrow = BORROW_DW1 if x.is_cuda and needs & 4 and not flags & LIST else 0  # new memory, of no use to anyone else before
     plan, (dx, dp, *dw) = _experts_plan(x, ids, w, act, flags | borrow, alpha, limit), spread(grads, wanted)

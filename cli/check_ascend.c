@@ -56,6 +56,8 @@ CALL(activation_forward, fmoe_activation_args)
 CALL(activation_backward, fmoe_activation_args)
 CALL(experts_forward, fmoe_experts_args)
 CALL(experts_backward, fmoe_experts_args)
+CALL(block_forward, fmoe_block_args)
+CALL(block_backward, fmoe_block_args)
 
 /* ---- Cases ---- */
 
@@ -299,6 +301,50 @@ static void experts(const char *name, int dtype, layer l)
     end();
 }
 
+/* Router, routing, experts, and a shared expert behind a gate. */
+static void block(const char *name, int dtype)
+{
+    if (!begin(name, dtype)) return;
+    const fmoe_desc d = {.op = FMOE_OP_BLOCK,
+                         .dtype = dtype,
+                         .H = H,
+                         .I = I,
+                         .E = E,
+                         .k = K,
+                         .shared_I = I,
+                         .flags = FMOE_SHARED_GATE,
+                         .route = {.score = FMOE_SCORE_SOFTMAX, .renormalize = 1}};
+    fmoe_block_args a = {.size = sizeof a}, r = a;
+    SET(x, probe_tensor(&dev, "x", dtype, SHAPE2(T, H), 1));
+    SET(w_router, probe_tensor(&dev, "w_router", dtype, SHAPE2(E, H), 0.5));
+    SET(w.w1, probe_tensor(&dev, "w1", dtype, SHAPE3(E, 2 * I, H), 0.2));
+    SET(w.w2, probe_tensor(&dev, "w2", dtype, SHAPE3(E, H, I), 0.25));
+    SET(shared.w1, probe_tensor(&dev, "shared w1", dtype, SHAPE3(1, 2 * I, H), 0.2));
+    SET(shared.w2, probe_tensor(&dev, "shared w2", dtype, SHAPE3(1, H, I), 0.25));
+    SET(shared_gate, probe_tensor(&dev, "shared gate", dtype, SHAPE2(1, H), 0.3));
+    SET(logits, probe_out(probe_tensor(&dev, "logits", FMOE_F32, SHAPE2(T, E), 0)));
+    SET(ids, probe_out(probe_tensor(&dev, "ids", I64, SHAPE2(T, K), 0)));
+    SET(weights, probe_out(probe_tensor(&dev, "p", FMOE_F32, SHAPE2(T, K), 0)));
+    SET(out, probe_out(probe_tensor(&dev, "out", dtype, SHAPE2(T, H), 0)));
+    void *ref_saved = NULL;
+    if (probe_saved(&dev, d, T, &a.saved, &a.saved_bytes, &ref_saved, &r.saved_bytes)) {
+        r.saved = ref_saved;
+        probe_run(&dev, d, FMOE_FORWARD, T, 0, block_forward, &a, &r);
+        a.out = r.out = NULL;
+        SET(dout, probe_tensor(&dev, "dout", dtype, SHAPE2(T, H), 1));
+        SET(dx, probe_out(probe_tensor(&dev, "dx", dtype, SHAPE2(T, H), 0)));
+        SET(dw_router, probe_out(probe_tensor(&dev, "dw_router", dtype, SHAPE2(E, H), 0)));
+        SET(dw.w1, probe_out(probe_tensor(&dev, "dw1", dtype, SHAPE3(E, 2 * I, H), 0)));
+        SET(dw.w2, probe_out(probe_tensor(&dev, "dw2", dtype, SHAPE3(E, H, I), 0)));
+        SET(dshared.w1, probe_out(probe_tensor(&dev, "dshared w1", dtype, SHAPE3(1, 2 * I, H), 0)));
+        SET(dshared.w2, probe_out(probe_tensor(&dev, "dshared w2", dtype, SHAPE3(1, H, I), 0)));
+        SET(dshared_gate, probe_out(probe_tensor(&dev, "dshared gate", dtype, SHAPE2(1, H), 0)));
+        probe_run(&dev, d, FMOE_BACKWARD, T, 0, block_backward, &a, &r);
+    }
+    free(ref_saved);
+    end();
+}
+
 static void all_cases(void)
 {
     static const struct {
@@ -363,6 +409,7 @@ static void all_cases(void)
     experts("experts, one matrix each", FMOE_F32, (layer){.lists = true});
     experts("experts, one matrix each, ungated", FMOE_BF16, (layer){.lists = true, .act = FMOE_ACT_RELU2});
     experts("experts with adapters", FMOE_BF16, (layer){.rank = 4});
+    block("block with a shared expert", FMOE_F32);
     experts("one expert", FMOE_BF16, (layer){.experts = 1, .flags = FMOE_BIAS});
 }
 

@@ -191,6 +191,9 @@ NPU_TEST(every_call_fails)
           "aclCreateTensor");
     sweep((layer_case){.dtype = FMOE_F16, SMALL, .form = TURNED, .backward = FMOE_ACCUMULATE | FMOE_ADD_DX}, "*");
     sweep((layer_case){.dtype = FMOE_F32, SMALL, .form = LISTS, .apart = true}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .form = LISTS, .rank1 = 2, .rank2 = 4, .factors = FMOE_F32}, "*");
+    sweep((layer_case){.dtype = FMOE_BF16, SMALL, .act = FMOE_ACT_SWIGLU_OAI, .flags = FMOE_BIAS | FMOE_INTERLEAVED},
+          "*");
     sweep((layer_case){.dtype = FMOE_BF16, .T = 3, .H = 8, .I = 8, .E = 1, .k = 1, .flags = FMOE_BIAS}, "*");
     sweep((layer_case){.dtype = FMOE_BF16, .T = 4, .H = 8, .I = 8, .E = 130, .k = 2, .form = LISTS},
           "aclCreateTensorList");

@@ -13,6 +13,7 @@ An operator is written as a generator. It yields its results, still empty: that 
 its plan, the flags of the run, its rows and the slots of the C call.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -47,11 +48,22 @@ _made: list[int] = []  # the plans of _plan
 
 
 @cache
+def _say_rounding() -> None:
+    """Once: gradients that an older CANN cannot give in float32."""
+    if "rounded to 16 bits" in _core.info():
+        logging.getLogger("fusedmoe").warning(
+            "this CANN is not known to take float32 routing weights beside 16-bit tokens: their gradients are rounded to 16 bits; "
+            "FMOE_ASCEND_MIXED=1 where it does (8.5 and later)")  # fmt: skip
+
+
+@cache
 def _plan(op: int, dtype: torch.dtype, device: torch.device, threads: int, H: int = 0, I: int = 0, E: int = 0, rank1: int = 0,
           rank2: int = 0, k: int = 0, K: int = 0, N: int = 0, shared_I: int = 0, act: int = 0, flags: int = 0, alpha: float = 0.0,
           limit: float = 0.0, rule: tuple[Any, ...] | None = None) -> int:  # fmt: skip
     if dtype not in DTYPES:
         raise TypeError(f"fusedmoe: dtype {dtype} is not supported")
+    if device.type not in _DEVICES and dtype.itemsize == 2:
+        _say_rounding()
     handle = _core.plan(op, DTYPES[dtype], _DEVICES.get(device.type, 12), device.index or 0, H, I, E, k, K, N, shared_I, rank1, rank2,
                       act, flags & ~_OWN if op in (EXPERTS, BLOCK) else flags, alpha, limit, rule, threads)  # fmt: skip
     _made.append(handle)

@@ -229,6 +229,27 @@ NPU_TEST(permutation_of_one_slot)
     fmoe_plan_destroy(&plan);
 }
 
+/* Sigmoid scores, normalised: the backward by one operator where it is, not on 950. */
+NPU_TEST(backward_of_sigmoid_routing)
+{
+    const fmoe_desc d = {.op = FMOE_OP_ROUTE,
+                         .dtype = FMOE_F32,
+                         .E = 8,
+                         .k = 2,
+                         .route = {.score = FMOE_SCORE_SIGMOID, .renormalize = 1}};
+    fmoe_plan plan = make_plan(d, FMOE_ASCEND);
+    const fmoe_route_args a = {.size = sizeof a,
+                               .logits = to_npu(tensor_random(tensor_new(FMOE_F32, SHAPE(5, 8)), 1)),
+                               .ids = to_npu(tensor_fill(tensor_new(I64, SHAPE(5, 2)), 3)),
+                               .dweights = to_npu(tensor_random(tensor_new(FMOE_F32, SHAPE(5, 2)), 1)),
+                               .dlogits = to_npu(tensor_new(FMOE_F32, SHAPE(5, 8)))};
+    const fmoe_run b = run_for(plan, FMOE_BACKWARD, 5, FMOE_ASCEND, 0);
+    npu.reset();
+    CHECK_STATUS(fmoe_route_backward(plan, &a, &b), FMOE_OK);
+    CHECK_EQ(npu.get("launches"), has("Backward") ? 3 : 12);
+    fmoe_plan_destroy(&plan);
+}
+
 /* ---- Newer operators: fewer launches where they are, the same results ---- */
 
 NPU_TEST(launches_of_newer_operators)

@@ -91,6 +91,7 @@ if [ $released = 0 ]; then
         suite ascend-check-cann81 tests/ascend/check_faults.sh "$build/fusedmoe" "$root/tests/ascend_sim/cann81"
         for program in test_ascend_layer test_ascend_vendor; do
             suite "$program-cann85" env FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann85" "$bin/ascend/$program"
+            suite "$program-950" env FMOE_SIM_SOC=Ascend950PR_9589 FMOE_ASCEND_PATH="$root/tests/ascend_sim/cann" "$bin/ascend/$program"
         done
         suite test_ascend_ops-split env FMOE_ASCEND_PATH="$root/tests/ascend_sim/split" "$bin/ascend/test_ascend_ops"
         if qemu=$(command -v qemu-x86_64-static || command -v qemu-x86_64); then

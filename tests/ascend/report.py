@@ -149,7 +149,7 @@ def main() -> None:
         npu.put("count_only", 1)
         lines = [
             f"torch {torch.__version__}, torch_npu {torch_npu.__version__}, fusedmoe {fusedmoe.__version__}, "
-            "simulated CANN 8.5.0 on Ascend910B2.",
+            "simulated CANN 9.1.0 on Ascend910B2.",
             "",
         ]
         for T, H, I in ((512, 2048, 768), (4096, 2048, 768), (64, 256, 96), (512, 256, 96)):

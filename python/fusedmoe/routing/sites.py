@@ -174,7 +174,7 @@ def _site(twin: nn.Module, arguments: tuple, seen: Seen, results: list[Tensor]) 
     site = Site("", E, k, turn, groups)
     other = (rows + 1) % E
     same, changed = (_run(twin, arguments, Choice("", E, k, turn, groups, ids, False)) for ids in (rows, other))
-    if not all(map(torch.equal, same, results)):
+    if len(same) != len(results) or len(changed) != len(results) or not all(map(torch.equal, same, results)):
         site.refused = "it does not compute from its choice what it would compute by itself"
     elif results and E > 1 and all(map(torch.equal, changed, results)):
         site.refused = "its choice changes nothing that it returns"
@@ -200,8 +200,9 @@ def _key(module: nn.Module) -> tuple:
 
 
 def _of_layer(block: nn.Module, known: dict) -> tuple[str, Site] | None:
-    """The router of a module that has experts: one of its children, or its own forward; its name there."""
+    """The router of a module that has experts: one of its children, the smallest first, or its own forward; its name there."""
     children = [(n, m) for n, m in block._modules.items() if m is not None and n not in _experts(block)]
+    children.sort(key=lambda child: sum(p.numel() for p in child[1].parameters()))  # a shared expert need not be copied to be asked
     problems = []
     for name, module in (*children, ("", block)):
         if type(module) in (nn.ModuleList, nn.Linear) or not any(len(getattr(p, "ds_shape", p.shape)) == 2 for p in _own(module)):

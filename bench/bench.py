@@ -203,7 +203,8 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, argparse
     numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
     words = lambda text: text.split(",")  # noqa: E731
     device = argparse.ArgumentParser(add_help=False)
-    device.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, or npu, which has options of its own: --device npu --help (default here: %(default)s)")
+    which = "cpu, cuda, or npu, which has options of its own: --device npu --help (default here: %(default)s)"
+    device.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=which)
     cuda = device.parse_known_args(argv)[0].device == "cuda"
     parser = argparse.ArgumentParser("python -m fusedmoe.bench", description="E" + __doc__.split("\n")[0].split(": e")[1], epilog=COLUMNS,
                                      parents=[device], formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

@@ -216,8 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rival", choices=["llamafactory"], help="LLaMA-Factory's own kernel, of the installed version, beside ours")
     parser.add_argument("--no-eager", action="store_true", help="without transformers' own loop, which takes long")
     for name, default, meaning in (
-        ("T", 4096, "tokens"), ("H", 2048, "hidden size"), ("I", 768, "intermediate size"), ("E", 128, "experts"), ("k", 8, "experts a token"),
-        ("layers", 2, "layers of the model; 0: no training step"), ("vocab", 1024, "words of the model"), ("rounds", 5, "rounds")):  # fmt: skip
+        ("T", 4096, "tokens"), ("H", 2048, "hidden size"), ("I", 768, "intermediate size"), ("E", 128, "experts"),
+        ("k", 8, "experts a token"), ("layers", 2, "layers of the model; 0: no training step"), ("vocab", 1024, "words of the model"),
+        ("rounds", 5, "rounds")):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} (default {default})")
     parser.add_argument("--dtype", default="bf16", metavar="TYPE,...", help="f32, bf16, f16 (default bf16)")
     parser.add_argument("--json", metavar="FILE", help="the rows as a list of objects, into this file")

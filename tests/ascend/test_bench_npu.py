@@ -93,7 +93,7 @@ def test_rounded_gradients_are_said_once(mixed):
         "    layer = rivals.Layer(8, 16, 8, 4, 2, dtype); rivals.forward_ours(layer).backward(layer.dout)\n"
     )
     here = os.path.dirname(os.path.abspath(__file__))
-    environment = {**os.environ, "FMOE_ASCEND_MIXED": mixed}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=here, env=environment, check=False)
+    call, environment = [sys.executable, "-W", "ignore", "-c", code], {**os.environ, "FMOE_ASCEND_MIXED": mixed}
+    done = subprocess.run(call, capture_output=True, text=True, cwd=here, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("their gradients are rounded to 16 bits") == (1 if mixed == "0" else 0)

@@ -30,8 +30,9 @@ LAYERS = {
     "src/cuda": BACKEND + ["cuda/*", "sm80/*", "sm90/*"],
     "src/cuda/sm80": BACKEND + ["cuda/*"],
     "src/cuda/sm90": BACKEND + ["cuda/*"],
-    "src/ascend": BACKEND + ["ascend/*"],
-    "cli": PUBLIC,
+    "src/ascend": BACKEND + ["ascend/*", "cann/*"],
+    "src/ascend/cann": BACKEND,
+    "cli": PUBLIC + ["util.h"],  # numbers of 16 bits, for the check of a device
     "examples": PUBLIC,
     "bench": PUBLIC,
     "python/core": PUBLIC + ["core.h", "pages.h", "pool.h"],

@@ -14,7 +14,7 @@
 #ifndef FMOE_ASCEND_CALL_H
 #define FMOE_ASCEND_CALL_H
 
-#include "acl.h"
+#include "cann/acl.h"
 #include "util.h"
 
 /* What the forward keeps for the backward. */

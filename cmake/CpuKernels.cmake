@@ -4,10 +4,10 @@
 add_library(fmoe_cpu OBJECT
             src/cpu/backend.c src/cpu/groups.c src/cpu/isa.c src/cpu/parallel.c src/cpu/peak.c
             src/cpu/ops/activation.c src/cpu/ops/describe.c src/cpu/ops/experts_bwd.c src/cpu/ops/experts_fwd.c src/cpu/ops/gmm.c src/cpu/ops/lora.c
-            src/cpu/ops/permute.c src/cpu/ops/prepacked.c src/cpu/ops/route.c
-            src/cpu/gemm/chunking.c src/cpu/gemm/combine.c src/cpu/gemm/forms.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c
+            src/cpu/ops/permute.c src/cpu/ops/prepacked.c src/cpu/ops/quantize.c src/cpu/ops/route.c
+            src/cpu/gemm/chunking.c src/cpu/gemm/combine.c src/cpu/gemm/decode.c src/cpu/gemm/forms.c src/cpu/gemm/grouped_gemm.c src/cpu/gemm/inplace_amx.c
             src/cpu/gemm/pipeline.c src/cpu/gemm/views.c src/cpu/gemm/wgrad.c src/cpu/gemm/widen.c
-            src/cpu/ref/ref.c src/cpu/ref/ref_experts.c src/cpu/ref/ref_route.c)
+            src/cpu/ref/ref.c src/cpu/ref/ref_experts.c src/cpu/ref/ref_quant.c src/cpu/ref/ref_route.c)
 target_link_libraries(fmoe_cpu PRIVATE fmoe_flags)
 set(FMOE_CPU_OBJECTS $<TARGET_OBJECTS:fmoe_cpu>)
 
@@ -43,12 +43,12 @@ set(kernels src/cpu/kernels)
 set(x86 ${kernels}/x86)
 set(arm ${kernels}/arm)
 set(templates ${kernels}/convert_tmpl.c ${kernels}/epilogue_tmpl.c ${kernels}/softmax_tmpl.c)
-fmoe_isa(c SOURCES ${templates} ${kernels}/gemm_c.c)
+fmoe_isa(c SOURCES ${templates} ${kernels}/dequant_tmpl.c ${kernels}/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES ${templates} ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c FLAGS ${avx2})
-  fmoe_isa(avx512 SOURCES ${templates} ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx2 SOURCES ${templates} ${kernels}/dequant_tmpl.c ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c FLAGS ${avx2})
+  fmoe_isa(avx512 SOURCES ${templates} ${x86}/dequant_avx512.c ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
   set(bf16 ${avx512} -mavx512bf16)
   fmoe_has(avx512_bf16 "_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), _mm512_setzero_ps())" immintrin.h ${bf16})
   if(FMOE_HAS_AVX512_BF16)

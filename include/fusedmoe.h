@@ -217,7 +217,9 @@ enum {
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
      * CPU, CUDA: no effect, they keep h. */
     FMOE_KEEP_ALL = 1024,
-    FMOE_KEEP_LEAN = 2048
+    FMOE_KEEP_LEAN = 2048,
+    /* Experts and block: W1 and W2 may be quantised (fmoe_quant). CPU; others refuse the plan. */
+    FMOE_QUANT = 512
 };
 
 typedef struct fmoe_desc {
@@ -393,6 +395,85 @@ typedef struct fmoe_activation_args {
 FMOE_API fmoe_status fmoe_activation_forward(fmoe_plan, const fmoe_activation_args *, const fmoe_run *);
 FMOE_API fmoe_status fmoe_activation_backward(fmoe_plan, const fmoe_activation_args *, const fmoe_run *);
 
+/* -- Quantised weights. The tensor of a weight then holds bytes (any 8-bit dtype), K contiguous: codes of 8 bits,
+ * [E,N,K], or two of 4 bits a byte, [E,N,ceil(K/2)]; N = out, K = in. fmoe_quant says what they mean:
+ *
+ *   W[e,n,k] = (code - zero) * scale * scale2      in f32, from left to right, rounded once to the plan's dtype
+ *
+ * and the layer is exactly the one on such weights, bit for bit; no copy of them is ever made but of a few columns. A
+ * scale belongs to group_rows x group_cols codes of an expert (the last ones may be fewer). A zero scale gives zeros, a
+ * NaN NaN. Quantised weights have gradients of x, p, biases and adapters, and none of their own. docs/quantized.md */
+typedef enum fmoe_code {
+    FMOE_CODE_E4M3 = 1, /* 8 bits: float8_e4m3fn */
+    FMOE_CODE_S8 = 2,   /* 8 bits: -128 to 127 */
+    FMOE_CODE_E2M1 = 3, /* 4 bits: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives (MXFP4, NVFP4) */
+    FMOE_CODE_NF4 = 4,  /* 4 bits: bitsandbytes' NF4 */
+    FMOE_CODE_FP4 = 5,  /* 4 bits: bitsandbytes' FP4 */
+    FMOE_CODE_U4 = 6,   /* 4 bits: 0 to 15 */
+    FMOE_CODE_LUT4 = 7  /* 4 bits: fmoe_quant.lut */
+} fmoe_code;
+
+typedef enum fmoe_scale_type { /* what the bytes of a scale tensor of 8 bits are */
+                               FMOE_SCALE_E8M0 = 1, /* 2^(byte - 127); 255: NaN */
+                               FMOE_SCALE_E4M3 = 2
+} fmoe_scale_type;
+
+/* fmoe_quant.flags */
+enum {
+    FMOE_QUANT_HIGH_FIRST = 1, /* the even k is in the high nibble (bitsandbytes); default: in the low one */
+    FMOE_QUANT_HALVES = 2      /* W1 with all gates, then all ups: rows of groups begin anew at the first up, so that
+                                  there are 2 * ceil(I / group_rows) of them */
+};
+
+typedef struct fmoe_quant {
+    size_t size;  /* sizeof(fmoe_quant) */
+    int32_t code; /* fmoe_code */
+    uint32_t flags;
+    int32_t group_rows, group_cols; /* codes that share a scale: 128 x 128, 1 x 64; 0: all rows, all columns */
+    int32_t scale_type;             /* fmoe_scale_type; 0: scale is f32, bf16 or f16 */
+    float zero;                     /* subtracted from U4 and S8 */
+    const fmoe_tensor *scale;       /* [E, rows of groups, columns of groups] */
+    const fmoe_tensor *zeros;       /* U4, S8: in the place of `zero`, shaped as scale; uint8, f32, bf16, f16; or NULL */
+    const fmoe_tensor *scale2;      /* [E] or [1] f32, or NULL: 1 */
+    const float *lut;               /* LUT4: 16 values; else NULL */
+} fmoe_quant; /* beside a list: scale, zeros, scale2 are arrays of E, [rows, columns] and [1] each */
+
+#define FMOE_QUANT_INIT ((fmoe_quant){.size = sizeof(fmoe_quant)})
+
+/* Between weights [E,N,K] of f32, bf16 or f16 and codes. On the CPU, on all of its cores. fmoe_quantize writes codes
+ * and quant->scale (for U4: by quant->zero, or quant->zeros of uint8 are written too), for scales in f32, bf16, f16 or
+ * E8M0: scale = the largest magnitude of a group over the code's largest, E8M0 the power of two that MXFP4 has of it,
+ * INT8 the magnitude itself, with scale2 = 1/127 (which is read): so NF4, FP4 and INT8 are bitsandbytes' bytes where a
+ * row has whole groups. The codes are then the nearest. */
+typedef struct fmoe_quant_args {
+    size_t size;
+    const fmoe_tensor *w;     /* in; out of fmoe_dequantize */
+    const fmoe_tensor *codes; /* out; in of fmoe_dequantize */
+    const fmoe_quant *quant;  /* the tensors of scales and zeros: out; in of fmoe_dequantize */
+} fmoe_quant_args;
+
+FMOE_API fmoe_status fmoe_quantize(const fmoe_quant_args *);
+FMOE_API fmoe_status fmoe_dequantize(const fmoe_quant_args *);
+
+/* Foreign packings, of one matrix, to codes in our order and back, without loss. */
+typedef enum fmoe_repack {
+    FMOE_REPACK_CT_INT4 = 1, /* compressed-tensors: int32 [N, K/8], lowest bits first            <-> U4, low first */
+    FMOE_REPACK_GPTQ = 2,    /* int32 [K/8, N], bit 4j of word i: k = 8i + j */
+    FMOE_REPACK_AWQ = 3,     /* int32 [K, N/8], nibble i of word c: n = 8c + {0,2,4,6,1,3,5,7}[i] */
+    FMOE_REPACK_BNB_4BIT = 4 /* uint8 [N*K/2, 1], high first                                     <-> low first */
+} fmoe_repack;
+
+typedef struct fmoe_repack_args {
+    size_t size;
+    int32_t form; /* fmoe_repack */
+    int32_t back; /* 1: from codes to the foreign form */
+    int64_t N, K;
+    const fmoe_tensor *foreign; /* compact */
+    const fmoe_tensor *codes;   /* bytes [N, ceil(K/2)], rows may be apart */
+} fmoe_repack_args;
+
+FMOE_API fmoe_status fmoe_quant_repack(const fmoe_repack_args *);
+
 /* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass
  * shape [E,2I,H] with strides {2I*H, 1, 2I}), or one matrix an expert. With FMOE_INTERLEAVED, gradients come the way
  * the weights do.
@@ -419,7 +500,10 @@ typedef struct fmoe_weights {
     float lora_scale2;
     const void *packed; /* forward: W1 and W2 as fmoe_pack_weights made them; they themselves may be NULL then */
     size_t packed_bytes;
-    const void *reserved[8]; /* of later versions: NULL */
+    const fmoe_quant *quant1;     /* W1 (of a list: up) is quantised; NULL: it is not. In gradients: NULL */
+    const fmoe_quant *quant2;     /* W2 (of a list: down) */
+    const fmoe_quant *quant_gate; /* of a list: gate */
+    const void *reserved[5];      /* of later versions: NULL */
 } fmoe_weights;
 
 /* -- Packed weights: W1 and W2 of experts or a block in the order and form in which the CPU's kernels read them, made

@@ -12,6 +12,9 @@ const fmoe_struct_form fmoe_permute_args_form = {"fmoe_permute_args", sizeof(fmo
 const fmoe_struct_form fmoe_unpermute_args_form = {"fmoe_unpermute_args", sizeof(fmoe_unpermute_args), 64, 0, {0}};
 const fmoe_struct_form fmoe_gmm_args_form = {"fmoe_gmm_args", sizeof(fmoe_gmm_args), 88, 0, {0}};
 const fmoe_struct_form fmoe_activation_args_form = {"fmoe_activation_args", sizeof(fmoe_activation_args), 40, 0, {0}};
+const fmoe_struct_form fmoe_quant_form = {"fmoe_quant", sizeof(fmoe_quant), 64, 0, {0}};
+const fmoe_struct_form fmoe_quant_args_form = {"fmoe_quant_args", sizeof(fmoe_quant_args), 32, 0, {0}};
+const fmoe_struct_form fmoe_repack_args_form = {"fmoe_repack_args", sizeof(fmoe_repack_args), 48, 0, {0}};
 const fmoe_struct_form fmoe_pack_args_form = {
     "fmoe_pack_args", sizeof(fmoe_pack_args), 200, 1, {offsetof(fmoe_pack_args, w)}};
 const fmoe_struct_form fmoe_experts_args_form = {"fmoe_experts_args",

@@ -20,7 +20,7 @@ typedef struct fmoe_struct_form {
 
 extern const fmoe_struct_form fmoe_desc_form, fmoe_run_form, fmoe_route_args_form, fmoe_permute_args_form,
     fmoe_unpermute_args_form, fmoe_gmm_args_form, fmoe_activation_args_form, fmoe_pack_args_form,
-    fmoe_experts_args_form, fmoe_block_args_form;
+    fmoe_experts_args_form, fmoe_block_args_form, fmoe_quant_form, fmoe_quant_args_form, fmoe_repack_args_form;
 
 /* The struct as this version has it: *read is `given` where it has all of that, else `copy`, with what was given and
  * zeros for the rest. Reads `given` up to its size only. */

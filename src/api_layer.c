@@ -5,6 +5,7 @@
 #include <math.h>
 
 #include "api.h"
+#include "quant.h"
 
 /* ---- weights and their gradients ---- */
 
@@ -12,13 +13,17 @@
 typedef struct weight_names {
     bool shared, grad;
     const char *w1, *b1, *w2, *b2, *gate, *up, *down, *lora_a1, *lora_b1, *lora_a2, *lora_b2, *packed, *reserved;
+    fmoe_quant_names quant1, quant2, quant_gate;
 } weight_names;
 
 static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
 
 #define WEIGHT_NAMES(shared, grad, d)                                                                                  \
-    {shared,   grad,        d "w1",      d "b1",      d "w2",      d "b2",     d "gate",    d "up",                    \
-     d "down", d "lora_a1", d "lora_b1", d "lora_a2", d "lora_b2", d "packed", d "reserved"}
+    {                                                                                                                  \
+        shared, grad, d "w1", d "b1", d "w2", d "b2", d "gate", d "up", d "down", d "lora_a1", d "lora_b1",            \
+            d "lora_a2", d "lora_b2", d "packed", d "reserved", FMOE_QUANT_NAMES(d "quant1"),                          \
+            FMOE_QUANT_NAMES(d "quant2"), FMOE_QUANT_NAMES(d "quant_gate")                                             \
+    }
 
 static const weight_names experts_names = WEIGHT_NAMES(false, false, "");
 static const weight_names experts_grad_names = WEIGHT_NAMES(false, true, "d");
@@ -46,8 +51,32 @@ static int matrix_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weigh
     return n;
 }
 
-static int weight_args(fmoe_arg *args, const fmoe_call *c, const fmoe_weights *w, const weight_names *names)
+/* Those of them that are quantised, as matrix_args listed them: bytes, and the tensors of their descriptors. */
+static fmoe_status quant_args(fmoe_call *c, const fmoe_weights *w, const weight_names *names, fmoe_arg *args, int matrices,
+                              int *n)
 {
+    const fmoe_plan_impl *p = c->p;
+    const int64_t H = p->d.H, I = names->shared ? p->d.shared_I : p->d.I, columns = p->gated ? 2 * I : I;
+    const int first_axes = names->shared ? 3 : 0;
+    for (int i = 0; i < matrices; i++) {
+        const bool w2 = i + 1 == matrices, gate = matrices == 3 && i == 0, list = is_list(w);
+        const fmoe_quant *q = w2 ? w->quant2 : gate ? w->quant_gate : w->quant1;
+        fmoe_quant_matrix m = {.quant = q,
+                               .names = w2 ? &names->quant2 : gate ? &names->quant_gate : &names->quant1,
+                               .axes = (fmoe_axis_id)(AXIS_GRID + 3 * (first_axes + (w2 ? 1 : gate ? 2 : 0))),
+                               .E = names->shared ? AXIS_ONE : AXIS_E,
+                               .list = list ? args[i].list : 0,
+                               .N = w2 ? H : list ? I : columns,
+                               .K = w2 ? I : H,
+                               .halves = !w2 && !list && p->gated && !(p->d.flags & FMOE_INTERLEAVED)};
+        if (q) FMOE_TRY(fmoe_quant_args_of(&c->check, &m, &args[i], args, n));
+    }
+    return FMOE_OK;
+}
+
+static fmoe_status weight_args(fmoe_arg *all, int *count, fmoe_call *c, const fmoe_weights *w, const weight_names *names)
+{
+    fmoe_arg *const args = all + *count;
     const fmoe_plan_impl *p = c->p;
     const bool shared = names->shared, bias = (p->d.flags & FMOE_BIAS) != 0;
     const fmoe_axis_id E = shared ? AXIS_ONE : AXIS_E, HC = shared ? AXIS_SHARED_HC : AXIS_HC,
@@ -56,6 +85,7 @@ static int weight_args(fmoe_arg *args, const fmoe_call *c, const fmoe_weights *w
     const int bias_types = TYPE_PLAN | TYPE_WIDE;
     const int need = names->grad ? ARG_OPTIONAL_OUT : ARG_IN;
     int n = matrix_args(args, p, w, names, need | (w->packed && c->pass == FMOE_FORWARD ? ARG_OPTIONAL : 0));
+    FMOE_TRY(quant_args(c, w, names, args, n, &n));
     if (!is_list(w)) {
         if (bias) args[n++] = (fmoe_arg){names->b1, w->b1, need, bias_types, LAYOUT_ROWS, {E, HC}, 0};
         if (bias) args[n++] = (fmoe_arg){names->b2, w->b2, need, bias_types, LAYOUT_ROWS, {E, AXIS_H}, 0};
@@ -68,7 +98,26 @@ static int weight_args(fmoe_arg *args, const fmoe_call *c, const fmoe_weights *w
         args[n++] = (fmoe_arg){names->lora_a2, w->lora_a2, need, types, LAYOUT_MATRIX, {E, AXIS_RANK2, I}, 0};
         args[n++] = (fmoe_arg){names->lora_b2, w->lora_b2, need, types, LAYOUT_MATRIX, {E, AXIS_H, AXIS_RANK2}, 0};
     }
-    return n;
+    *count += n;
+    return FMOE_OK;
+}
+
+/* Where descriptors may be; what they say is checked with their tensors (quant.c). */
+static fmoe_status check_quant(const fmoe_plan_impl *p, const fmoe_weights *w, const weight_names *names)
+{
+    const fmoe_quant_names *first = w->quant1 ? &names->quant1 : w->quant2 ? &names->quant2 : &names->quant_gate;
+    if (!w->quant1 && !w->quant2 && !w->quant_gate) return FMOE_OK;
+    if (names->grad) return fmoe_fail(FMOE_ERR_ARG, "%s is given: gradients are not quantised", first->quant);
+    if (!(p->d.flags & FMOE_QUANT))
+        return fmoe_fail(FMOE_ERR_PLAN, "%s is given, but the plan was made without FMOE_QUANT", first->quant);
+    if (w->quant_gate && (!is_list(w) || !p->gated))
+        return fmoe_fail(FMOE_ERR_ARG, "%s is given, but %s", names->quant_gate.quant,
+                         p->gated ? "the weights are stacks: W1's is quant1" : "the activation is ungated");
+    if (is_list(w) && p->gated && !w->quant_gate != !w->quant1)
+        return fmoe_fail(FMOE_ERR_ARG, "%s is %s, %s %s: gate and up are both quantised or neither is",
+                         names->quant_gate.quant, w->quant_gate ? "given" : "NULL", names->quant1.quant,
+                         w->quant1 ? "given" : "NULL");
+    return FMOE_OK;
 }
 
 /* What the table of arguments cannot say. */
@@ -79,6 +128,7 @@ static fmoe_status check_weights(const fmoe_plan_impl *p, const fmoe_weights *w,
         if (w->reserved[i])
             return fmoe_fail(FMOE_ERR_ARG, "%s[%zu] is %p, must be NULL: this library (%s) knows no such field",
                              names->reserved, i, w->reserved[i], fmoe_version_string());
+    FMOE_TRY(check_quant(p, w, names));
     if (list && (w->w1 || w->b1 || w->w2 || w->b2))
         return fmoe_fail(FMOE_ERR_ARG, "%s and %s are both given: weights are stacked or lists, not both",
                          w->w1 || w->b1 ? names->w1 : names->w2, names->up);
@@ -126,6 +176,13 @@ static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *
 {
     FMOE_TRY(check_weights(p, dw, grad_names));
     const bool first = dw->w1 || dw->gate || dw->up;
+    if ((w->quant1 && first) || (w->quant2 && (dw->w2 || dw->down)))
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but %s says that these weights are quantised: they have no "
+                         "gradient",
+                         w->quant1 && first ? dw->w1 ? grad_names->w1 : dw->gate ? grad_names->gate : grad_names->up
+                         : dw->w2           ? grad_names->w2
+                                            : grad_names->down,
+                         w->quant1 && first ? names->quant1.quant : names->quant2.quant);
     if (first && p->gated && (p->d.flags & FMOE_INTERLEAVED) && is_list(w) != is_list(dw))
         return fmoe_fail(FMOE_ERR_UNSUPPORTED,
                          "%s are given as %s, %s as %s: with FMOE_INTERLEAVED both must be the same", names->w1,
@@ -158,7 +215,7 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
 {
     const bool back = c->pass == FMOE_BACKWARD;
     const int p_types = TYPE_PLAN | TYPE_WIDE;
-    fmoe_arg args[24];
+    fmoe_arg args[36];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
     FMOE_TRY(check_packed(c, c->p, &a->w, &experts_names));
@@ -166,7 +223,7 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
     args[n++] = (fmoe_arg){"x", a->x, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"ids", a->ids, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     args[n++] = (fmoe_arg){"weights", a->weights, ARG_IN, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
-    n += weight_args(args + n, c, &a->w, &experts_names);
+    FMOE_TRY(weight_args(args, &n, c, &a->w, &experts_names));
     if (!back) {
         args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
         return fmoe_call_finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
@@ -176,7 +233,7 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] =
         (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
-    n += weight_args(args + n, c, &a->dw, &experts_grad_names);
+    FMOE_TRY(weight_args(args, &n, c, &a->dw, &experts_grad_names));
     FMOE_TRY(fmoe_call_finish(c, args, n, AXIS_T, a->saved, a->saved_bytes));
     return check_borrowed(c, a->dw.w1);
 }
@@ -261,7 +318,7 @@ static fmoe_status block_check(fmoe_call *c, const fmoe_block_args *a)
                gate = (c->p->d.flags & FMOE_SHARED_GATE) != 0;
     const int wide = TYPE_PLAN | TYPE_WIDE;
     const int routed = back ? ARG_IN : ARG_OUT;
-    fmoe_arg args[40];
+    fmoe_arg args[64];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
     FMOE_TRY(check_weights(c->p, &a->shared, &shared_names));
@@ -273,8 +330,8 @@ static fmoe_status block_check(fmoe_call *c, const fmoe_block_args *a)
     args[n++] = (fmoe_arg){"w_router", a->w_router, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"b_router", a->b_router, ARG_OPTIONAL, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
     args[n++] = (fmoe_arg){"select_bias", a->select_bias, ARG_OPTIONAL, TYPE_WIDE, LAYOUT_COMPACT, {AXIS_E}, 0};
-    n += weight_args(args + n, c, &a->w, &experts_names);
-    if (shared) n += weight_args(args + n, c, &a->shared, &shared_names);
+    FMOE_TRY(weight_args(args, &n, c, &a->w, &experts_names));
+    if (shared) FMOE_TRY(weight_args(args, &n, c, &a->shared, &shared_names));
     if (gate)
         args[n++] = (fmoe_arg){"shared_gate", a->shared_gate, ARG_IN, TYPE_PLAN, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"logits", a->logits, routed, wide, LAYOUT_ROWS, {AXIS_T, AXIS_E}, 0};
@@ -291,8 +348,8 @@ static fmoe_status block_check(fmoe_call *c, const fmoe_block_args *a)
     args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"dw_router", a->dw_router, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_E, AXIS_H}, 0};
     args[n++] = (fmoe_arg){"db_router", a->db_router, ARG_OPTIONAL_OUT, wide, LAYOUT_COMPACT, {AXIS_E}, 0};
-    n += weight_args(args + n, c, &a->dw, &experts_grad_names);
-    if (shared) n += weight_args(args + n, c, &a->dshared, &shared_grad_names);
+    FMOE_TRY(weight_args(args, &n, c, &a->dw, &experts_grad_names));
+    if (shared) FMOE_TRY(weight_args(args, &n, c, &a->dshared, &shared_grad_names));
     if (gate)
         args[n++] =
             (fmoe_arg){"dshared_gate", a->dshared_gate, ARG_OPTIONAL_OUT, wide, LAYOUT_MATRIX, {AXIS_ONE, AXIS_H}, 0};

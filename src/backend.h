@@ -16,7 +16,7 @@
 
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 6u /* changes with any struct in this file or in fusedmoe.h */
+#define FMOE_BACKEND_VERSION 7u /* changes with any struct in this file or in fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -48,6 +48,7 @@ typedef struct fmoe_backend {
     /* t *= by: a compact tensor of the plan's dtype, in the workspace of a grouped matmul's forward. */
     fmoe_status (*scale)(const fmoe_plan_impl *, const fmoe_tensor *t, float by, const fmoe_run *);
     bool wide_factors; /* adapters in f32 beside 16 bits */
+    bool quant;        /* plans with FMOE_QUANT */
 
     /* Packed weights of experts plans; NULL, all three: none. bytes 0: this plan reads weights as they are stored. The
      * check: is this buffer one of the plan's (name: the argument's)? */
@@ -85,6 +86,10 @@ fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_back
 extern const fmoe_backend fmoe_backend_cpu;       /* cpu/backend.c: f32, bf16, f16 */
 extern const fmoe_backend fmoe_backend_reference; /* cpu/ref/ref.c: f64, the specification */
 extern const fmoe_backend fmoe_backend_ascend;    /* ascend/ascend.c */
+
+/* cpu/ops/quantize.c: fmoe_quantize and fmoe_dequantize, whose arguments are checked. */
+void fmoe_cpu_quantize(const fmoe_quant_args *a);
+void fmoe_cpu_dequantize(const fmoe_quant_args *a);
 
 /* One-line text on each backend for fmoe_info(): what was found, or what is missing. */
 size_t fmoe_cpu_info(char *text, size_t n);

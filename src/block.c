@@ -28,6 +28,7 @@ fmoe_status fmoe_block_build(fmoe_plan_impl *p)
 
     fmoe_desc router = *d, route = *d, experts = *d, gate_matmul = *d, shared_route = *d, shared_expert = *d;
     router.op = gate_matmul.op = FMOE_OP_GROUPED_MATMUL;
+    router.flags = gate_matmul.flags = route.flags = shared_route.flags = d->flags & ~(uint32_t)FMOE_QUANT;
     router.E = gate_matmul.E = 1;
     router.K = gate_matmul.K = d->H;
     router.N = d->E;
@@ -38,7 +39,7 @@ fmoe_status fmoe_block_build(fmoe_plan_impl *p)
     experts.op = shared_expert.op = FMOE_OP_EXPERTS;
     experts.flags &= ~(uint32_t)FMOE_SHARED_GATE;
     shared_expert.flags = d->flags & (FMOE_RECOMPUTE | FMOE_REUSE_SAVED | FMOE_INTERLEAVED | FMOE_BIAS |
-                                      FMOE_ROUND_STEPS | FMOE_KEEP_ALL | FMOE_KEEP_LEAN);
+                                      FMOE_ROUND_STEPS | FMOE_KEEP_ALL | FMOE_KEEP_LEAN | FMOE_QUANT);
     shared_expert.E = shared_expert.k = 1;
     shared_expert.rank1 = shared_expert.rank2 = 0;
     shared_expert.I = d->shared_I;

@@ -11,10 +11,16 @@
 #define MAX_OUTPUTS 2048 /* sorted on the stack, 16 bytes each; beyond that (lists of > 680 experts) pair by pair */
 
 static const char the_plan[] = "the plan";
-static const char *const axis_letter[AXIS_COUNT] = {
+static const char *const axis_letter[AXIS_GRID] = {
     "?",        "T",     "R",     "T*k", "H", "I", "h columns", "E", "k", "K", "N", "1", "shared h columns",
     "shared_I", "rank1", "rank2",
 };
+
+static const char *letter_of(fmoe_axis_id axis)
+{
+    static const char *const grid[3] = {"bytes of codes", "rows of groups", "columns of groups"};
+    return axis < AXIS_GRID ? axis_letter[axis] : grid[(axis - AXIS_GRID) % 3];
+}
 
 fmoe_checker fmoe_checker_begin(const fmoe_plan_impl *plan)
 {
@@ -35,6 +41,7 @@ fmoe_checker fmoe_checker_begin(const fmoe_plan_impl *plan)
     c.size[AXIS_SHARED_I] = d->shared_I;
     c.size[AXIS_RANK1] = d->rank1;
     c.size[AXIS_RANK2] = d->rank2;
+    for (int i = AXIS_GRID; i < AXIS_COUNT; i++) c.owner[i] = "its descriptor";
     c.size[AXIS_SHARED_HC] = plan->gated ? 2 * d->shared_I : d->shared_I;
     return c;
 }
@@ -48,6 +55,7 @@ static const char *dtype_name(int dtype)
     case FMOE_F64: return "f64";
     case -32: return "int32";
     case -64: return "int64";
+    case FMOE_BYTE: return "of 8 bits";
     default: return "unknown";
     }
 }
@@ -56,7 +64,9 @@ static bool dtype_accepted(const fmoe_plan_impl *plan, int types, int dtype)
 {
     const int wide = plan->d.dtype == FMOE_F64 ? FMOE_F64 : FMOE_F32;
     return ((types & TYPE_PLAN) && dtype == plan->d.dtype) || ((types & TYPE_WIDE) && dtype == wide) ||
-           ((types & TYPE_INT) && dtype < 0) || ((types & TYPE_INT64) && dtype == -64);
+           ((types & TYPE_INT) && dtype < 0) || ((types & TYPE_INT64) && dtype == -64) ||
+           ((types & TYPE_BYTE) && dtype == FMOE_BYTE) || ((types & TYPE_F32) && dtype == FMOE_F32) ||
+           ((types & TYPE_16BIT) && (dtype == FMOE_BF16 || dtype == FMOE_F16));
 }
 
 static fmoe_status wrong_dtype(const fmoe_plan_impl *plan, const char *name, int types, const fmoe_tensor *t)
@@ -69,6 +79,8 @@ static fmoe_status wrong_dtype(const fmoe_plan_impl *plan, const char *name, int
     }
     if (types & TYPE_INT) strcat(want, "int32 or int64");
     if (types & TYPE_INT64) strcat(want, "int64");
+    if (types & TYPE_F32) strcat(want, types & TYPE_16BIT ? "f32, bf16 or f16" : "f32");
+    if (types & TYPE_BYTE) strcat(strcat(want, *want ? ", or " : ""), "8 bits");
     return fmoe_fail(FMOE_ERR_DTYPE, "%s has dtype %s (code %d, %d bits), expected %s", name,
                      dtype_name(fmoe_tensor_dtype(t)), t->dtype.code, t->dtype.bits, want);
 }
@@ -164,7 +176,7 @@ static fmoe_status check_axis(fmoe_checker *c, fmoe_axis_id axis, const char *na
     }
     if (size == c->size[axis]) return FMOE_OK;
     return fmoe_fail(c->owner[axis] == the_plan ? FMOE_ERR_PLAN : FMOE_ERR_SHAPE,
-                     "%s has %s = %" PRId64 " (dimension %d), %s has %" PRId64, name, axis_letter[axis], size, dim,
+                     "%s has %s = %" PRId64 " (dimension %d), %s has %" PRId64, name, letter_of(axis), size, dim,
                      c->owner[axis], c->size[axis]);
 }
 

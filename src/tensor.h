@@ -26,7 +26,8 @@ typedef enum fmoe_axis_id {
     AXIS_SHARED_I,
     AXIS_RANK1,
     AXIS_RANK2,
-    AXIS_COUNT
+    AXIS_GRID, /* of quantised weights: columns of codes in bytes, rows and columns of groups, of each descriptor */
+    AXIS_COUNT = AXIS_GRID + 3 * 6
 } fmoe_axis_id;
 
 typedef enum fmoe_layout {
@@ -39,7 +40,10 @@ enum {                /* accepted dtypes of an argument */
        TYPE_PLAN = 1, /* the plan's dtype */
        TYPE_WIDE = 2, /* f32 (f64 in an f64 plan) */
        TYPE_INT = 4,  /* int32, int64 */
-       TYPE_INT64 = 8
+       TYPE_INT64 = 8,
+       TYPE_BYTE = 16,
+       TYPE_F32 = 32, /* whatever the plan's is */
+       TYPE_16BIT = 64 /* bf16, f16 */
 };
 
 enum { ARG_IN = 0, ARG_OUT = 1, ARG_OPTIONAL = 2, ARG_OPTIONAL_OUT = 3 };

@@ -56,11 +56,14 @@ static inline int64_t fmoe_stride(const fmoe_tensor *t, int i)
     return s;
 }
 
-/* The dtype of a tensor: fmoe_dtype for floats, negative bits for ints (-32, -64), 0 for anything else. */
+enum { FMOE_BYTE = 8 }; /* any type of 8 bits: codes of quantised weights */
+
+/* The dtype of a tensor: fmoe_dtype for floats, negative bits for ints (-32, -64), FMOE_BYTE, 0 for anything else. */
 static inline int fmoe_tensor_dtype(const fmoe_tensor *t)
 {
     const fmoe_datatype d = t->dtype;
     if (d.lanes != 1) return 0;
+    if (d.bits == 8) return FMOE_BYTE;
     if (d.code == 2) return d.bits == 32 ? FMOE_F32 : d.bits == 16 ? FMOE_F16 : d.bits == 64 ? FMOE_F64 : 0;
     if (d.code == 4) return d.bits == 16 ? FMOE_BF16 : 0;
     if (d.code == 0) return d.bits == 32 || d.bits == 64 ? -(int)d.bits : 0;
@@ -69,7 +72,7 @@ static inline int fmoe_tensor_dtype(const fmoe_tensor *t)
 
 static inline size_t fmoe_dtype_size(int dtype)
 {
-    return dtype == FMOE_F32 || dtype == -32 ? 4 : dtype == FMOE_F64 || dtype == -64 ? 8 : 2;
+    return dtype == FMOE_F32 || dtype == -32 ? 4 : dtype == FMOE_F64 || dtype == -64 ? 8 : dtype == FMOE_BYTE ? 1 : 2;
 }
 
 /* Read or write element i of an int32 or int64 tensor. */

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 C_FILES = (".c", ".h", ".inc", ".cpp", ".cu", ".cuh")
 
 PUBLIC = ["fusedmoe.h"]
-BACKEND = PUBLIC + ["backend.h", "util.h"]  # all that a backend knows of the core
+BACKEND = PUBLIC + ["backend.h", "codes.h", "util.h"]  # all that a backend knows of the core
 CPU = ["cpu/plan.h", "cpu/parallel.h", "cpu/groups.h", "cpu/kernels/kernels.h"]
 LAYERS = {
     "include": [],
@@ -24,7 +24,7 @@ LAYERS = {
     "src/cpu/ref": BACKEND,  # the specification knows nothing of the kernels
     "src/cpu/ops": BACKEND + CPU + ["cpu/ops/*.h", "cpu/gemm/*.h"],
     "src/cpu/gemm": BACKEND + CPU + ["cpu/gemm/*.h"],
-    "src/cpu/kernels": PUBLIC + ["util.h", "cpu/kernels/*"],
+    "src/cpu/kernels": PUBLIC + ["codes.h", "util.h", "cpu/kernels/*"],
     "src/cpu/kernels/x86": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/x86/*"],
     "src/cpu/kernels/arm": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/arm/*"],
     "src/cuda": BACKEND + ["cuda/*", "sm80/*", "sm90/*"],

@@ -105,12 +105,19 @@ static bool can_run_inplace(const fmoe_groups *g, const fmoe_cpu_plan *cpu, cons
     return true;
 }
 
-static const char *weights_at(const fmoe_view *v, int64_t n0) { return v->p + n0 * v->sn * 2; }
+static const char *weights_at(const fmoe_view *v, int64_t n0) { return v->coded ? NULL : v->p + n0 * v->sn * 2; }
 
 /* c[rows][64]: up to 64 columns of v; `next`: the weights after them. */
-static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_view *v, const void *tiles, int64_t rows, int64_t n0,
-                             int64_t n, float *c, const char *next)
+static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, const fmoe_view *v, const void *tiles,
+                             int64_t rows, int64_t n0, int64_t n, float *c, const char *next)
 {
+    if (v->coded) {
+        const int64_t apart = fmoe_ceil_div(v->K, 32) * 32;
+        const fmoe_code_block now = {v, n0, n, 0, v->K};
+        fmoe_decode(&cpu->k, &now, s->decoded, apart, NULL);
+        cpu->k.gemm_inplace(rows, v->K, tiles, s->decoded, apart * 2, n, c, FMOE_NB, NULL);
+        return;
+    }
     cpu->k.gemm_inplace(rows, v->K, tiles, weights_at(v, n0), v->sn * 2, n, c, FMOE_NB, next);
 }
 
@@ -166,7 +173,7 @@ static void inplace_worker(void *arg, int worker)
             const bool last = i + 1 == job->n_w;
             const fmoe_view *then = last ? &next.v[0] : &now.v[1];
             const char *prefetch = last && !more ? NULL : weights_at(then, last ? next.n0 : now.n0);
-            inplace_multiply(job->cpu, &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
+            inplace_multiply(job->cpu, &job->scratch[worker], &now.v[i], tiles, now.rows, now.n0, now.n, c + i * width,
                              prefetch && then->sn == now.v[i].sn ? prefetch : NULL);
         }
         job->epilogue(job->ctx, now.e, now.row, now.rows, now.n0, now.n, c);
@@ -213,7 +220,7 @@ static void inplace_combine_expert(const fmoe_combine_job *job, fmoe_scratch *s,
         int64_t lead, blocks;
         rows = fmoe_min(FMOE_ROW_BLOCK / 2, end - row);
         const void *tiles = tiles_at(g, e, row, rows, v.K, &lead, &blocks);
-        inplace_multiply(job->cpu, &v, tiles, blocks, t->n0, t->n, s->c,
+        inplace_multiply(job->cpu, s, &v, tiles, blocks, t->n0, t->n, s->c,
                          row + rows < end ? weights_at(&v, t->n0) : prefetch);
         fmoe_combine_rows(job, s, s->c + lead * FMOE_NB, e, row, rows, t->n0, t->n, t->t0);
     }

@@ -28,7 +28,7 @@ void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, b
     s->chunk = fmoe_chunk_of(cpu, &s->v[0], lora);
     s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
     s->form = fmoe_form_of(cpu, g, s);
-    if (s->form == FMOE_FORM_FEW_ROWS) s->kc = s->v[0].K - s->k0;
+    if (s->form == FMOE_FORM_FEW_ROWS && !s->v[0].coded) s->kc = s->v[0].K - s->k0;
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
@@ -136,6 +136,31 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
     w->into_l1 = rows >= FMOE_MEMORY_BOUND_ROWS && kmajor;
 }
 
+/* ---- quantised weights ---- */
+
+/* Decode a step's chunk, which then is one of plain weights: into the worker's scratch, from where it is packed or
+ * multiplied before the next one is decoded. `ahead`: the step after it, or NULL. */
+static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s, const fmoe_step *ahead)
+{
+    if (!s->v[0].coded || !s->rows) return;
+    const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    const bool swap = s->v[0].coded->swap;
+    const int64_t apart = swap ? s->n : (s->kc + 31) / 32 * 32 + 32; /* columns never a whole page apart */
+    if (ahead && (!ahead->v[0].coded || !ahead->rows)) ahead = NULL;
+    for (int i = 0; i < s->n_v; i++) {
+        fmoe_view *v = &s->v[i];
+        char *to = pipe->scratch->decoded + i * (FMOE_NB / 2) * apart * element;
+        const fmoe_code_block now = {v, s->n0, s->n, s->k0, s->kc};
+        fmoe_code_block then = {NULL, 0, 0, 0, 0};
+        if (ahead) then = (fmoe_code_block){&ahead->v[i < ahead->n_v ? i : 0], ahead->n0, ahead->n, ahead->k0, ahead->kc};
+        fmoe_decode(&pipe->cpu->k, &now, to, apart, ahead ? &then : NULL);
+        v->coded = NULL;
+        v->sn = swap ? 1 : apart;
+        v->sk = swap ? apart : 1;
+        v->p = (char *)((uintptr_t)to - (uintptr_t)((s->n0 * v->sn + s->k0 * v->sk) * element)); /* see fmoe_chunk_at */
+    }
+}
+
 /* ---- the pipeline of a worker ---- */
 
 fmoe_pipeline fmoe_pipeline_start(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_scratch *scratch,
@@ -169,7 +194,8 @@ static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const
     for (int64_t j = 0; j < panels; j++) {
         fmoe_overlap overlap = {.batched = pipe->cpu->intel};
         if (j + 1 < panels) overlap_prefetch_nmajor(s, j + 1, &overlap);
-        else if (then && then->form == FMOE_FORM_NMAJOR_INPLACE) overlap_prefetch_nmajor(then, 0, &overlap);
+        else if (then && then->form == FMOE_FORM_NMAJOR_INPLACE && !then->v[0].coded)
+            overlap_prefetch_nmajor(then, 0, &overlap);
         if (pipe->operands) overlap_prefetch_epilogue(s, pipe->operands, j, &overlap);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, pipe->panel[0],
@@ -189,7 +215,8 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
     const char *w[2], *next[2] = {NULL, NULL};
     const void *a[FMOE_TASK_ROWS];
     panel_halves(s, w);
-    if (then && then->form == FMOE_FORM_FEW_ROWS && then->v[0].sn == s->v[0].sn) panel_halves(then, next);
+    if (then && then->form == FMOE_FORM_FEW_ROWS && then->v[0].sn == s->v[0].sn && !then->v[0].coded)
+        panel_halves(then, next);
     point_at_rows(pipe, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++) {
         const char *const from = w[i] + AHEAD * step, *const after = i ? next[0] : w[1];
@@ -238,6 +265,7 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
 {
     if (pipe->n < 0) {
         for (pipe->n = 0; pipe->n < 3 && pipe->next(pipe->state, &pipe->steps[pipe->n]);) pipe->n++;
+        if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form)) decode_step(pipe, &pipe->steps[0], NULL);
         if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form))
             fmoe_pack_chunk(pipe->cpu, pipe->scratch, &pipe->steps[0], pipe->panel[0]);
     } else {
@@ -249,24 +277,27 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
         pipe->first = (pipe->first + 1) % 3;
     }
     if (pipe->n <= 0) return NULL;
-    const fmoe_step *now = &pipe->steps[pipe->first], *then = &pipe->steps[(pipe->first + 1) % 3],
-                    *after = &pipe->steps[(pipe->first + 2) % 3];
+    fmoe_step *now = &pipe->steps[pipe->first], *then = &pipe->steps[(pipe->first + 1) % 3];
+    const fmoe_step *after = &pipe->steps[(pipe->first + 2) % 3];
     const bool pack = pipe->n > 1 && fmoe_is_packed_now(then->form);
     if (now->form == FMOE_FORM_NONE || now->form == FMOE_FORM_FEW_ROWS || now->form == FMOE_FORM_NMAJOR_INPLACE) {
         const fmoe_step *next = pipe->n > 1 ? then : NULL;
+        decode_step(pipe, now, next);
         if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
         else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
+        if (pack) decode_step(pipe, then, pipe->n > 2 ? after : NULL);
         if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
         return now;
     }
     fmoe_overlap overlap = {.batched = pipe->cpu->intel,
                             .prefetch_again = fmoe_is_prepacked(now) && now->rows < FMOE_MEMORY_BOUND_ROWS};
+    if (pack) decode_step(pipe, then, pipe->n > 2 ? after : NULL);
     if (pack && fmoe_has_kmajor_panel(now->form) == fmoe_has_kmajor_panel(then->form))
         overlap_pack(pipe->cpu, then, pipe->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
     if (pipe->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(pipe->cpu, then, now->rows, &overlap);
     else if (pipe->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(pipe->cpu, after, now->rows, &overlap);
-    else if (pipe->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
+    else if (pipe->n > 2 && !after->v[0].coded) overlap_prefetch(then, after, now->rows, &overlap);
     multiply_panels(pipe, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(pipe->cpu, now) : pipe->panel[0], &overlap);
     if (whole || overlap.pack.left) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
     return now;

@@ -13,6 +13,12 @@ fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
     const fmoe_tensor *t = s->list ? s->t + e : s->t;
     const int d = s->list ? 0 : 1; /* the N dimension */
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
+    if (s->quant) {
+        const int64_t N = s->rows ? s->rows : t->shape[d], K = s->K;
+        const fmoe_view k_major = {.N = N, .K = K, .sn = K, .sk = 1, .coded = s, .e = e},
+                        n_major = {.N = K, .K = N, .sn = 1, .sk = K, .coded = s, .e = e};
+        return s->swap ? n_major : k_major;
+    }
     fmoe_view v = {.p = fmoe_data(t),
                    .N = t->shape[d],
                    .K = t->shape[d + 1],
@@ -86,6 +92,11 @@ void fmoe_scratch_carve(fmoe_scratch *s, fmoe_carve *c, const fmoe_plan_impl *p,
         one.sums = shared;
         one.room = sums;
         one.widened = shared ? shared + sums : NULL;
+        one.decoded = NULL;
+        if (p->d.flags & FMOE_QUANT) {
+            const int64_t columns = fmoe_cpu(p)->gather ? FMOE_NB * 2 * (fmoe_max(p->d.H, p->d.I) + 32) : 0;
+            one.decoded = fmoe_carve_take(c, fmoe_max(FMOE_DECODED_BYTES, columns), 1);
+        }
         if (s) s[w] = one;
     }
 }

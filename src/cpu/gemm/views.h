@@ -14,6 +14,9 @@ typedef struct fmoe_view {
     char *p;
     int64_t N, K, sn, sk;
     int64_t block;
+    const struct fmoe_stack *coded; /* quantised, not yet decoded (decode.c): p is NULL, and the strides are those of a
+                                       matrix of the same layout. Of expert e */
+    int64_t e;
 } fmoe_view;
 
 /* The matrices of all experts: a stack [E,N,K], a list of E tensors [N,K], or packed ones. */
@@ -23,6 +26,8 @@ typedef struct fmoe_stack {
     bool swap;         /* exchange the roles of N and K */
     int64_t row, rows; /* only rows [row, row+rows) of the stored N dimension: one half of W1. rows 0: all */
     int dtype;
+    const fmoe_quant *quant; /* t holds codes of K columns, dtype is what they are decoded to; NULL: t holds weights */
+    int64_t K;
     fmoe_view prepacked; /* of expert 0, where its block is not 0; each of the others `expert` bytes on */
     int64_t expert;
 } fmoe_stack;
@@ -40,6 +45,16 @@ typedef struct fmoe_rows {
 
 fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index);
 fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
+
+/* decode.c: matrix e of a quantised stack as kernels read it; columns [n0, n0+n) and k [k0, k0+kc) of a view of it,
+ * decoded to `to`, k-major with `apart` elements from column to column, or n-major, n apart (of swapped stacks). While
+ * it is decoded, the codes of `ahead` that stand in the same places are prefetched; NULL: none. */
+fmoe_coded fmoe_coded_of(const fmoe_tensor *t, const fmoe_quant *q, bool list, int64_t e);
+typedef struct fmoe_code_block {
+    const fmoe_view *v;
+    int64_t n0, n, k0, kc;
+} fmoe_code_block;
+void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead);
 
 /* ---- single rows and elements ---- */
 
@@ -96,6 +111,7 @@ typedef struct fmoe_scratch {
     int64_t room;          /* for sums */
     float *widened;        /* [FMOE_WIDEN_ROWS][FMOE_KC]: rows of A brought to f32 */
     const void **pointers; /* [FMOE_KC_PAIRS] */
+    char *decoded;         /* FMOE_DECODED_BYTES: a chunk of quantised weights; gathering plans: 64 columns of all k */
 } fmoe_scratch;
 
 /* s: one per worker, threads of them, with room for so many sums. */

@@ -274,7 +274,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
                              .g = &b.g,
                              .scratch = b.scratch,
                              .a = fmoe_rows_of(args->dout, b.g.token),
-                             .w = {fmoe_w2_stack(w)},
+                             .w = {fmoe_w2_stack(p, w)},
                              .n_w = 1,
                              .epilogue = dh_epilogue,
                              .ctx = &ctx};
@@ -315,7 +315,7 @@ fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *p, const fmoe_expert
     }
     gradients dws = {.n = 0};
     const fmoe_wgrad_job like = {.p = p, .cpu = cpu, .g = &b.g, .scratch = b.scratch, .accumulate = accumulate};
-    add_wgrad(&dws, &like, dout, 0, pa, fmoe_w2_stack(dw));
+    add_wgrad(&dws, &like, dout, 0, pa, fmoe_w2_stack(p, dw));
     fmoe_stack w1 = fmoe_w1_stack(p, dw, 0);
     if (!w1.list) w1.row = w1.rows = 0; /* both halves at once */
     add_wgrad(&dws, &like, dh, 0, x, w1);

@@ -19,8 +19,9 @@ bool fmoe_w1_whole(const fmoe_plan_impl *p, const fmoe_weights *w)
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half)
 {
     const fmoe_tensor *t = !is_list(w) ? w->w1 : half == 0 && p->gated ? w->gate : w->up;
-    fmoe_stack s = {.t = t, .list = is_list(w)};
-    if (t) s.dtype = fmoe_tensor_dtype(t);
+    fmoe_stack s = {.t = t, .list = is_list(w), .K = p->d.H};
+    s.quant = s.list && half == 0 && p->gated ? w->quant_gate : w->quant1;
+    if (t) s.dtype = s.quant ? p->d.dtype : fmoe_tensor_dtype(t);
     if (!s.list && !fmoe_w1_whole(p, w)) {
         s.row = half * p->d.I;
         s.rows = p->d.I;
@@ -28,10 +29,12 @@ fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int hal
     return s;
 }
 
-fmoe_stack fmoe_w2_stack(const fmoe_weights *w)
+fmoe_stack fmoe_w2_stack(const fmoe_plan_impl *p, const fmoe_weights *w)
 {
     const fmoe_tensor *t = w->down ? w->down : w->w2;
-    return (fmoe_stack){.t = t, .list = w->down != NULL, .dtype = t ? fmoe_tensor_dtype(t) : 0};
+    fmoe_stack s = {.t = t, .list = w->down != NULL, .quant = w->quant2, .K = p->d.I};
+    if (t) s.dtype = s.quant ? p->d.dtype : fmoe_tensor_dtype(t);
+    return s;
 }
 
 /* ---- up: h = x . W1^T + b1 (+ l1 . B1^T, l1 = x . A1^T), a = act(h) ---- */
@@ -160,7 +163,7 @@ fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *p, const fmoe_experts
                              .g = &b.g,
                              .scratch = b.scratch,
                              .a = fmoe_rows_buffer(b.a, p->d.I, fmoe_cpu(p)->work_type),
-                             .w = {args->w.packed ? fmoe_prepacked_w2(p, args->w.packed) : fmoe_w2_stack(&args->w)},
+                             .w = {args->w.packed ? fmoe_prepacked_w2(p, args->w.packed) : fmoe_w2_stack(p, &args->w)},
                              .n_w = 1,
                              .weights = args->weights,
                              .bias = args->w.b2,

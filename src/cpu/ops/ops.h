@@ -30,7 +30,7 @@ void fmoe_cpu_experts_backward_carve(const fmoe_plan_impl *p, int64_t T, fmoe_ca
 void fmoe_experts_up(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_groups *g,
                      fmoe_scratch *scratch, void *l1, void *h, void *a);
 fmoe_stack fmoe_w1_stack(const fmoe_plan_impl *p, const fmoe_weights *w, int half); /* 0 gate, 1 up */
-fmoe_stack fmoe_w2_stack(const fmoe_weights *w);
+fmoe_stack fmoe_w2_stack(const fmoe_plan_impl *p, const fmoe_weights *w);
 
 /* lora.c: rows of A by one factor of an adapter, times its scale, into l [R, rank] of the work type; swap: by its
  * transpose. */

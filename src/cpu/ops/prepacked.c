@@ -61,7 +61,7 @@ static matrix matrix2(const fmoe_plan_impl *p, bool kmajor)
     return m;
 }
 
-static bool has_packed_form(const fmoe_plan_impl *p) { return p->d.op == FMOE_OP_EXPERTS && !fmoe_cpu(p)->gather; }
+static bool has_packed_form(const fmoe_plan_impl *p) { return p->d.op == FMOE_OP_EXPERTS && !fmoe_cpu(p)->gather && !(p->d.flags & FMOE_QUANT); }
 
 /* A panel is at most 16 bytes for each element of a matrix whose sizes are rounded up to 64 and 8: checked here, once.
  */
@@ -139,7 +139,7 @@ fmoe_status fmoe_cpu_pack(const fmoe_plan_impl *p, const fmoe_pack_args *args, c
     const bool whole = fmoe_w1_whole(p, &args->w);
     bool kmajor1 = false, kmajor2 = false, up_kmajor = false; /* gcc 16 does not know that E is 1 at the least */
     prepack_run r = {.p = p, .w1 = {fmoe_w1_stack(p, &args->w, 0), fmoe_w1_stack(p, &args->w, 1)}};
-    r.w2 = fmoe_w2_stack(&args->w);
+    r.w2 = fmoe_w2_stack(p, &args->w);
     FMOE_TRY(stored_kmajor(p, &r.w1[0], args->w.gate ? "gate" : "up", &kmajor1));
     FMOE_TRY(stored_kmajor(p, &r.w1[1], "up", &up_kmajor));
     FMOE_TRY(stored_kmajor(p, &r.w2, "down", &kmajor2));

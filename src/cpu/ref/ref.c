@@ -471,4 +471,5 @@ const fmoe_backend fmoe_backend_reference = {
     .activation = {activation_forward, activation_backward},
     .experts = {fmoe_ref_experts_forward, fmoe_ref_experts_backward},
     .lora = true,
+    .quant = true,
 };

@@ -19,7 +19,13 @@ typedef struct ref_vec {
     void *p;
     int64_t stride;
     int dtype; /* FMOE_F64, or FMOE_F32 where the contract lets the caller choose (p, logits, gradients of weights) */
+    const fmoe_quant *quant; /* p points to a row of codes, row n of expert e; NULL: to numbers */
+    int64_t e, n, N;
+    bool list;
 } ref_vec;
+
+/* ref_quant.c: the weight that code k of such a row stands for. */
+double fmoe_ref_weight(const ref_vec *codes, int64_t k);
 
 typedef struct ref_mat {
     void *p;
@@ -33,6 +39,7 @@ static inline void *ref_at(void *p, int dtype, int64_t i) { return (char *)p + i
 
 static inline double ref_get(ref_vec v, int64_t i)
 {
+    if (v.quant) return fmoe_ref_weight(&v, i);
     return v.dtype == FMOE_F32 ? (double)((const float *)v.p)[i * v.stride] : ((const double *)v.p)[i * v.stride];
 }
 
@@ -42,14 +49,20 @@ static inline void ref_set(ref_vec v, int64_t i, double x)
     else ((double *)v.p)[i * v.stride] = x;
 }
 
-static inline ref_vec ref_row(ref_mat m, int64_t i) { return (ref_vec){ref_at(m.p, m.dtype, i * m.s0), m.s1, m.dtype}; }
-static inline ref_vec ref_col(ref_mat m, int64_t j) { return (ref_vec){ref_at(m.p, m.dtype, j * m.s1), m.s0, m.dtype}; }
-static inline ref_vec ref_buffer(double *p) { return (ref_vec){p, 1, FMOE_F64}; }
+static inline ref_vec ref_row(ref_mat m, int64_t i)
+{
+    return (ref_vec){.p = ref_at(m.p, m.dtype, i * m.s0), .stride = m.s1, .dtype = m.dtype};
+}
+static inline ref_vec ref_col(ref_mat m, int64_t j)
+{
+    return (ref_vec){.p = ref_at(m.p, m.dtype, j * m.s1), .stride = m.s0, .dtype = m.dtype};
+}
+static inline ref_vec ref_buffer(double *p) { return (ref_vec){.p = p, .stride = 1, .dtype = FMOE_F64}; }
 
 /* A tensor of rank 1 or 2, and matrix e of a stack [E,.,.]. */
 static inline ref_vec ref_vector(const fmoe_tensor *t)
 {
-    return (ref_vec){fmoe_data(t), fmoe_stride(t, 0), fmoe_tensor_dtype(t)};
+    return (ref_vec){.p = fmoe_data(t), .stride = fmoe_stride(t, 0), .dtype = fmoe_tensor_dtype(t)};
 }
 
 static inline ref_mat ref_matrix(const fmoe_tensor *t)

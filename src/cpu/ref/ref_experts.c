@@ -70,19 +70,32 @@ static void sort_slots(const fmoe_plan_impl *p, const fmoe_tensor *ids, const ex
 /* Row n of W1[e] and row c of W2[e], for weights and for their gradients. Row n of W1 makes column n of h. In the stack
  * that is row n as stored (FMOE_INTERLEAVED says which of them are gates, which only the activation needs to know). In
  * the list form, column n is row i of gate[e] or of up[e]. Returns p = NULL for a gradient nobody asked for. */
-static ref_vec w1_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, int64_t n)
+static ref_vec coded(ref_vec row, const fmoe_quant *q, int64_t e, int64_t n, int64_t N, bool list)
 {
-    if (w->w1) return ref_row(ref_slice(w->w1, e), n);
-    const bool interleaved = p->d.flags & FMOE_INTERLEAVED;
-    const int64_t i = !p->gated ? n : interleaved ? n / 2 : n % p->d.I;
-    const fmoe_tensor *list = p->gated && n == ref_gate_col(p, i) ? w->gate : w->up;
-    return list ? ref_row(ref_matrix(&list[e]), i) : (ref_vec){NULL, 0, 0};
+    row.quant = q;
+    row.e = e;
+    row.n = n;
+    row.N = N;
+    row.list = list;
+    return row;
 }
 
-static ref_vec w2_row(const fmoe_weights *w, int64_t e, int64_t c)
+static ref_vec w1_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, int64_t n)
 {
-    if (w->w2) return ref_row(ref_slice(w->w2, e), c);
-    return w->down ? ref_row(ref_matrix(&w->down[e]), c) : (ref_vec){NULL, 0, 0};
+    if (w->w1) return coded(ref_row(ref_slice(w->w1, e), n), w->quant1, e, n, p->h_cols, false);
+    const bool interleaved = p->d.flags & FMOE_INTERLEAVED;
+    const int64_t i = !p->gated ? n : interleaved ? n / 2 : n % p->d.I;
+    const bool gate = p->gated && n == ref_gate_col(p, i);
+    const fmoe_tensor *list = gate ? w->gate : w->up;
+    if (!list) return (ref_vec){.p = NULL};
+    return coded(ref_row(ref_matrix(&list[e]), i), gate ? w->quant_gate : w->quant1, e, i, p->d.I, true);
+}
+
+static ref_vec w2_row(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, int64_t c)
+{
+    if (w->w2) return coded(ref_row(ref_slice(w->w2, e), c), w->quant2, e, c, p->d.H, false);
+    if (!w->down) return (ref_vec){.p = NULL};
+    return coded(ref_row(ref_matrix(&w->down[e]), c), w->quant2, e, c, p->d.H, true);
 }
 
 /* Row of B1 that makes column n of h: beside lists, B1 has gates, then ups, whatever the order of h. */
@@ -133,7 +146,7 @@ static void up(const fmoe_plan_impl *p, const fmoe_experts_args *a, int64_t t, i
 /* y[c] = <a, W2[e][c, :]> + b2[e][c] + <l2, B2[e][c, :]>, with l2 = scale2 A2[e] a */
 static double down(const fmoe_plan_impl *p, const fmoe_weights *w, int64_t e, ref_vec a, double *l2, int64_t c)
 {
-    const double y = ref_dot(a, w2_row(w, e, c), p->d.I) + bias_at(p, w->b2, e, c);
+    const double y = ref_dot(a, w2_row(p, w, e, c), p->d.I) + bias_at(p, w->b2, e, c);
     return p->d.rank2 ? y + ref_dot(ref_buffer(l2), ref_row(ref_slice(w->lora_b2, e), c), p->d.rank2) : y;
 }
 
@@ -189,7 +202,7 @@ static void backward_rows(const fmoe_plan_impl *p, const fmoe_experts_args *a, c
             fmoe_ref_activate(p, ref_buffer(s->h), act);
             for (int64_t c = 0; c < I; c++) s->v[c] = 0;
             for (int64_t c = 0; c < H; c++) {
-                ref_axpy(s->v, ref_get(g, c), w2_row(&a->w, e, c), I);
+                ref_axpy(s->v, ref_get(g, c), w2_row(p, &a->w, e, c), I);
                 dp += ref_get(g, c) * bias_at(p, a->w.b2, e, c);
             }
             project_b2(p, &a->w, e, g, m2);
@@ -223,7 +236,7 @@ static void backward_expert(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         if (a->dw.b1) store(ref_row(ref_matrix(a->dw.b1), e), n, bias, add);
     }
     for (int64_t c = 0; c < H; c++) {
-        const ref_vec dw = w2_row(&a->dw, e, c);
+        const ref_vec dw = w2_row(p, &a->dw, e, c);
         if (!dw.p && !a->dw.b2) continue;
         double bias = 0;
         for (int64_t i = 0; i < I; i++) s->sum[i] = 0;

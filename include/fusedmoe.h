@@ -442,9 +442,9 @@ typedef struct fmoe_quant {
 
 /* Between weights [E,N,K] of f32, bf16 or f16 and codes. On the CPU, on all of its cores. fmoe_quantize writes codes
  * and quant->scale (for U4: by quant->zero, or quant->zeros of uint8 are written too), for scales in f32, bf16, f16 or
- * E8M0: scale = the largest magnitude of a group over the code's largest, E8M0 the power of two that MXFP4 has of it,
- * INT8 the magnitude itself, with scale2 = 1/127 (which is read): so NF4, FP4 and INT8 are bitsandbytes' bytes where a
- * row has whole groups. The codes are then the nearest. */
+ * E8M0: scale = the largest magnitude of a group over the code's largest (over scale2, which is read), E8M0 the power of
+ * two that MXFP4 has of it; of S8 with scale2 = 1/127 the magnitude itself: so NF4, FP4 and such S8 are bitsandbytes'
+ * bytes, where a row has whole groups. Then the nearest codes. */
 typedef struct fmoe_quant_args {
     size_t size;
     const fmoe_tensor *w;     /* in; out of fmoe_dequantize */

@@ -271,7 +271,7 @@ static const struct {
               {"packing:", {"pack"}},
               {"activations:", {"act"}},
               {"routing:", {"softmax"}},
-              {"conversions:", {"load", "store", "round"}},
+              {"conversions:", {"load", "store", "round", "dequant"}},
               {"sums:", {"add_rows", "axpy", "dot"}},
               {"ceilings:", {"peak"}},
               {"other:", {NULL}}};

@@ -11,6 +11,7 @@ const check_kernel_case check_kernel_cases[] = {
     {"pack_wgrad_left", check_pack_wgrad_left, NULL, 30},
     {"pack_tiles", check_pack_tiles, NULL, 30},
     {"gemm_inplace", check_gemm_inplace, bench_gemm_inplace, 40},
+    {"dequant", check_dequant, bench_dequant, 35},
     {"load", check_load, bench_convert, 20},
     {"store", check_store, bench_convert, 20},
     {"round", check_round, bench_round, 20},

@@ -161,8 +161,16 @@ TEST(struct_layouts)
     STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),
            F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down), F(fmoe_weights, lora_a1),
            F(fmoe_weights, lora_b1), F(fmoe_weights, lora_a2), F(fmoe_weights, lora_b2), F(fmoe_weights, lora_scale1),
-           F(fmoe_weights, lora_scale2), F(fmoe_weights, packed), F(fmoe_weights, packed_bytes),
+           F(fmoe_weights, lora_scale2), F(fmoe_weights, packed), F(fmoe_weights, packed_bytes), F(fmoe_weights, quant1),
+           F(fmoe_weights, quant2), F(fmoe_weights, quant_gate),
            F(fmoe_weights, reserved));
+    STRUCT(fmoe_quant, F(fmoe_quant, size), F(fmoe_quant, code), F(fmoe_quant, flags), F(fmoe_quant, group_rows),
+           F(fmoe_quant, group_cols), F(fmoe_quant, scale_type), F(fmoe_quant, zero), F(fmoe_quant, scale),
+           F(fmoe_quant, zeros), F(fmoe_quant, scale2), F(fmoe_quant, lut));
+    STRUCT(fmoe_quant_args, F(fmoe_quant_args, size), F(fmoe_quant_args, w), F(fmoe_quant_args, codes),
+           F(fmoe_quant_args, quant));
+    STRUCT(fmoe_repack_args, F(fmoe_repack_args, size), F(fmoe_repack_args, form), F(fmoe_repack_args, back),
+           F(fmoe_repack_args, N), F(fmoe_repack_args, K), F(fmoe_repack_args, foreign), F(fmoe_repack_args, codes));
     STRUCT(fmoe_pack_args, F(fmoe_pack_args, size), F(fmoe_pack_args, w), F(fmoe_pack_args, packed),
            F(fmoe_pack_args, packed_bytes));
     STRUCT(fmoe_experts_args, F(fmoe_experts_args, size), F(fmoe_experts_args, x), F(fmoe_experts_args, ids),

@@ -365,8 +365,8 @@ TEST(structs_that_have_grown)
             size_t from = sizeof size; /* what was given comes in its order, the rest is zero */
             for (size_t i = from; i < now; i++) {
                 const bool spare = size == first && first < was &&
-                                   (i - offsetof(fmoe_experts_args, w.reserved) < 64 ||
-                                    i - offsetof(fmoe_experts_args, dw.reserved) < 64);
+                                   (i - offsetof(fmoe_experts_args, w.quant1) < 64 ||
+                                    i - offsetof(fmoe_experts_args, dw.quant1) < 64);
                 const int want = spare || from >= size ? 0 : bytes[from++];
                 if (copy[i] != want) TEST_FAIL("size %zu: byte %zu is %d, not %d", size, i, copy[i], want);
             }

@@ -57,7 +57,7 @@ static code_rows rows_of(const fmoe_code_block *b)
     return s->swap ? (code_rows){s->row + b->k0, b->kc, b->n0, b->n} : (code_rows){s->row + b->n0, b->n, b->k0, b->kc};
 }
 
-static fmoe_coded matrix_of(const fmoe_view *v) { return fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e); }
+static fmoe_coded coded_at(const fmoe_view *v) { return fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e); }
 
 static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
 {
@@ -70,7 +70,7 @@ static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
 void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead)
 {
     const fmoe_stack *s = b->v->coded;
-    const fmoe_coded now = matrix_of(b->v), then = ahead ? matrix_of(ahead->v) : now;
+    const fmoe_coded now = coded_at(b->v), then = ahead ? coded_at(ahead->v) : now;
     const code_rows r = rows_of(b), next = ahead ? rows_of(ahead) : (code_rows){0, 0, 0, 0};
     const int64_t step = apart * (int64_t)fmoe_dtype_size(s->dtype);
     for (int64_t i = 0; i < r.rows; i++) {

@@ -280,8 +280,9 @@ static void add_products(description *d, const char *when, bool whole, bool firs
     if (first) add_product(d, down);
     if (first) add_product(d, da);
     add_product(d, &dx);
-    add_prepacked(d, &up);
-    if (first) add_prepacked(d, down);
+    const bool packs = !(D->flags & FMOE_QUANT);
+    if (packs) add_prepacked(d, &up);
+    if (packs && first) add_prepacked(d, down);
     if (first) add_adapters(d, &up, down, da, &dx);
 }
 
@@ -308,6 +309,7 @@ static void describe_experts(description *d)
                         .before = widened ? load_bit(d->dtype) : 0};
     add_products(d, interleaved ? "in stacks" : NULL, interleaved || !p->gated, true, &down, &da);
     if (interleaved && !(D->flags & FMOE_BIAS)) add_products(d, "in lists", false, false, &down, &da);
+    if (D->flags & FMOE_QUANT) add_always(d, "quantised weights, decoded by chunks", BIT(dequant));
     add_always(d, "activation", BIT(act_block));
     add_always(d, D->flags & FMOE_RECOMPUTE ? "h made again" : "h kept", store_block_bit(d->dtype));
     if (D->flags & FMOE_BIAS) add_biases(d);

@@ -18,7 +18,7 @@ typedef struct quantize_run {
 
 static fmoe_coded matrix_at(const quantize_run *run, int64_t e) { return fmoe_coded_of(run->a->codes, run->a->quant, false, e); }
 
-static const char *weights_at(const quantize_run *run, int64_t e, int64_t n)
+static const char *weight_row(const quantize_run *run, int64_t e, int64_t n)
 {
     const fmoe_tensor *w = run->a->w;
     const int64_t at = e * fmoe_stride(w, 0) + n * fmoe_stride(w, 1);
@@ -43,7 +43,7 @@ static range range_of(const quantize_run *run, int64_t e, int64_t n0, int64_t n1
     range r = {0, 0, 0};
     bool nan = false;
     for (int64_t n = n0; n < n1; n++) {
-        const char *row = weights_at(run, e, n);
+        const char *row = weight_row(run, e, n);
         for (int64_t k = k0; k < k1; k++) {
             const float x = weight_at(row, dtype, k);
             nan = nan || x != x;
@@ -67,20 +67,22 @@ static uint8_t e8m0_of(float most, float code_most)
     return (uint8_t)(e < 0 ? 0 : e > 254 ? 254 : e);
 }
 
+/* bitsandbytes' INT8: the scale is the magnitude itself, and scale2 what makes it that of a code. */
+static bool is_by_magnitude(const fmoe_coded *m) { return m->code == FMOE_CODE_S8 && m->scale2 == 1.0f / 127; }
+
 /* Store the scale of a group, and its zero; what is read back of them is what codes are made for. */
 static void store_scale(const quantize_run *run, const fmoe_coded *m, int64_t at, int64_t zeros_at, range r)
 {
     const fmoe_quant *q = run->a->quant;
     char *scale = (char *)(uintptr_t)m->scale;
-    const bool halves = q->code == FMOE_CODE_S8 && q->scale2; /* bitsandbytes: the magnitude itself */
-    float s = halves ? r.most : r.most / run->most;
+    float s = is_by_magnitude(m) ? r.most : r.most / run->most;
     if (m->zeros) {
         s = (r.highest - r.lowest) / 15;
         if (r.most != r.most) s = NAN;
         const float z = s > 0 ? rintf(-r.lowest / s) : 0;
         ((uint8_t *)(uintptr_t)m->zeros)[zeros_at] = (uint8_t)fminf(fmaxf(z, 0), 15);
     }
-    if (!halves && q->scale2) s /= m->scale2;
+    if (q->scale2 && !is_by_magnitude(m)) s /= m->scale2;
     if (m->scale_dtype == FMOE_BYTE) ((uint8_t *)scale)[at] = e8m0_of(r.most, run->most);
     else if (m->scale_dtype == FMOE_F32) ((float *)(void *)scale)[at] = s;
     else ((uint16_t *)(void *)scale)[at] = m->scale_dtype == FMOE_BF16 ? fmoe_float_to_bf16(s) : fmoe_float_to_f16(s);
@@ -127,8 +129,7 @@ static uint8_t code_of(const quantize_run *run, const fmoe_coded *m, float x, fl
 /* What weights are multiplied by to be codes. */
 static float inverse_of(const fmoe_coded *m, float scale)
 {
-    const bool bytes = m->code == FMOE_CODE_S8 && m->scale2 != 1;
-    if (bytes) return scale > 0 ? 127.0f / scale : 0; /* as bitsandbytes has it */
+    if (is_by_magnitude(m)) return scale > 0 ? 127.0f / scale : 0;
     return scale == 0 && m->code != FMOE_CODE_NF4 && m->code != FMOE_CODE_FP4 ? 0 : 1.0f / (fmaxf(scale, 1e-38f) * m->scale2);
 }
 
@@ -150,7 +151,7 @@ static void quantize_worker(void *arg, int worker)
             store_scale(run, &m, g * m.scale_step + c, g * m.zeros_step + c, range_of(run, e, n0, n1, k0, k1));
             const float inverse = inverse_of(&m, fmoe_coded_scale(&m, g, c)), zero = fmoe_coded_zero(&m, g, c);
             for (int64_t n = n0; n < n1; n++) {
-                const char *row = weights_at(run, e, n);
+                const char *row = weight_row(run, e, n);
                 uint8_t *to = (uint8_t *)(uintptr_t)m.codes + n * m.step;
                 for (int64_t k = k0; k < k1; k++) {
                     const uint8_t code = code_of(run, &m, weight_at(row, dtype, k), inverse, zero);
@@ -171,7 +172,7 @@ static void dequantize_worker(void *arg, int worker)
     for (int64_t task; fmoe_claim(&run->tasks, &task);) {
         const int64_t e = task / run->N, n = task % run->N;
         const fmoe_coded m = matrix_at(run, e);
-        run->k.dequant((char *)(uintptr_t)weights_at(run, e, n), fmoe_tensor_dtype(run->a->w), &m, n, 0, run->K);
+        run->k.dequant((char *)(uintptr_t)weight_row(run, e, n), fmoe_tensor_dtype(run->a->w), &m, n, 0, run->K);
     }
 }
 

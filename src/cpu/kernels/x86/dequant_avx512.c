@@ -31,7 +31,7 @@ static inline void put(void *dst, int dtype, __mmask16 m, __m512 v)
 
 /* Codes [begin, end) of a row, begin even, by the weights t of their group. Of an index only the lowest bits are looked
  * at: five of a word, so the table is there twice, and four of f32. */
-static void nibbles(char *dst, int dtype, const uint8_t *row, bool high_first, int64_t begin, int64_t end, __m512 t)
+static void lookup_nibbles(char *dst, int dtype, const uint8_t *row, bool high_first, int64_t begin, int64_t end, __m512 t)
 {
     const __m512i words = _mm512_broadcast_i64x4(dtype == FMOE_F32 ? _mm256_setzero_si256() : to_16bit(dtype, t));
     for (int64_t k = begin; k < end; k += 32) {
@@ -63,7 +63,7 @@ static inline __m512 from_e4m3(__m128i b)
     return _mm512_castsi512_ps(_mm512_or_si512(bits, sign));
 }
 
-static void bytes(char *dst, int dtype, int32_t code, const uint8_t *row, int64_t n, __m512 zero, __m512 scale, __m512 scale2)
+static void convert_bytes(char *dst, int dtype, int32_t code, const uint8_t *row, int64_t n, __m512 zero, __m512 scale, __m512 scale2)
 {
     const int64_t element = (int64_t)fmoe_dtype_size(dtype);
     for (int64_t i = 0; i < n; i += 16) {
@@ -87,7 +87,7 @@ void fmoe_dequant_avx512(void *dst, int dtype, const fmoe_coded *m, int64_t row,
         const __m512 scale = _mm512_set1_ps(fmoe_coded_scale(m, group_row, group)),
                      zero = _mm512_set1_ps(fmoe_coded_zero(m, group_row, group));
         if (!m->table) {
-            bytes(to, dtype, m->code, codes + k, end - k, zero, scale, scale2);
+            convert_bytes(to, dtype, m->code, codes + k, end - k, zero, scale, scale2);
             continue;
         }
         if (k & 1) { /* groups of an odd size: one code alone, so that the others begin with a byte */
@@ -98,6 +98,6 @@ void fmoe_dequant_avx512(void *dst, int dtype, const fmoe_coded *m, int64_t row,
             continue;
         }
         const __m512 t = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(table, zero), scale), scale2);
-        nibbles(to, dtype, codes, m->high_first, k, end, t);
+        lookup_nibbles(to, dtype, codes, m->high_first, k, end, t);
     }
 }

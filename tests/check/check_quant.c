@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * check_quant.c - the kernel that decodes quantised weights, against the reference, bit for bit. Codes and scales end at
+ * a forbidden page. */
+#include "check_kernels.h"
+#include "cpu/ref/ref.h"
+
+static void fill(void *p, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++) ((uint8_t *)p)[i] = (uint8_t)check_random();
+}
+
+/* Any bits for the bytes of a grid; floats of all sizes, zeros, infinities and NaN among them. */
+static fmoe_tensor *grid(int dtype, int64_t rows, int64_t cols)
+{
+    fmoe_tensor *t = check_tensor(dtype == FMOE_BYTE ? FMOE_BF16 : dtype, CHECK_SHAPE(1, rows, cols), NULL);
+    if (dtype == FMOE_BYTE) {
+        t->data = check_guarded((size_t)(rows * cols), 1);
+        t->dtype = (fmoe_datatype){1, 8, 1};
+        fill(t->data, (size_t)(rows * cols));
+        return t;
+    }
+    for (int64_t i = 0; i < rows * cols; i++) {
+        const int64_t kind = check_below(12);
+        check_set(t, i, kind == 0 ? 0 : kind == 1 ? NAN : kind == 2 ? INFINITY : ldexp(check_uniform() - 0.5, (int)check_below(kind == 3 ? 130 : 8) - (kind == 3 ? 130 : 6)));
+    }
+    return t;
+}
+
+void check_dequant(const check_kernel *k, int64_t index)
+{
+    CHECK_KERNEL_FN(dequant, fmoe_dequant_fn, k, &check_table);
+    static const float lut[16] = {-3, -2, -1, -0.5f, -0.25f, -0.125f, -0.f, 0, 0.1f, 0.2f, 0.3f, 0.7f, 1, 2, 3, INFINITY};
+    const int32_t code = 1 + (int32_t)(index % 7);
+    const int64_t N = 2 * check_size(20), K = check_size(700);
+    fmoe_quant q = FMOE_QUANT_INIT;
+    q.code = code;
+    if (fmoe_code_is_4bit(code) && check_below(2)) q.flags |= FMOE_QUANT_HIGH_FIRST;
+    if (check_below(2)) q.flags |= FMOE_QUANT_HALVES;
+    q.group_rows = (int32_t)CHECK_PICK(0, 1, 1, 3, 128);
+    q.group_cols = (int32_t)CHECK_PICK(0, 1, 7, 16, 32, 64, 128, 33);
+    const int64_t part = q.flags & FMOE_QUANT_HALVES ? N / 2 : N;
+    const int64_t rows = (q.group_rows ? fmoe_ceil_div(part, q.group_rows) : 1) * (N / part), cols = q.group_cols ? fmoe_ceil_div(K, q.group_cols) : 1;
+    const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16), scale_dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16, FMOE_BYTE);
+    if (scale_dtype == FMOE_BYTE) q.scale_type = 1 + (int32_t)check_below(2);
+    q.scale = grid(scale_dtype, rows, cols);
+    const bool integer = code == FMOE_CODE_U4 || code == FMOE_CODE_S8;
+    if (integer && check_below(2)) q.zeros = grid(check_below(2) ? FMOE_BYTE : FMOE_F32, rows, cols);
+    else if (integer) q.zero = 8;
+    if (code == FMOE_CODE_LUT4) q.lut = lut;
+    const int64_t bytes = fmoe_code_bytes(code, K), step = bytes + check_below(2) * 3;
+    uint8_t *codes = check_guarded((size_t)((N - 1) * step + bytes), 1);
+    fill(codes, (size_t)((N - 1) * step + bytes));
+    fmoe_coded m = {.code = code,
+                    .high_first = q.flags & FMOE_QUANT_HIGH_FIRST,
+                    .codes = codes,
+                    .step = step,
+                    .group_rows = q.group_rows ? q.group_rows : part,
+                    .group_cols = q.group_cols ? q.group_cols : INT64_MAX / 2,
+                    .half = part < N ? part : INT64_MAX,
+                    .half_groups = rows / 2,
+                    .scale = q.scale->data,
+                    .scale_step = cols,
+                    .scale_dtype = scale_dtype,
+                    .scale_type = q.scale_type,
+                    .zeros = q.zeros ? q.zeros->data : NULL,
+                    .zeros_step = cols,
+                    .zeros_dtype = q.zeros ? fmoe_tensor_dtype(q.zeros) : 0,
+                    .zero = q.zero,
+                    .scale2 = 1,
+                    .table = fmoe_code_is_4bit(code) ? fmoe_code_table(code, lut) : NULL};
+    for (int draw = 0; draw < 4 && !check_failed(); draw++) {
+        const int64_t row = draw ? check_below(N) : N - 1, k0 = draw > 1 ? check_below(K) : 0, n = draw > 2 ? 1 + check_below(K - k0) : K - k0;
+        check_note("code %d flags %u N=%" PRId64 " K=%" PRId64 " groups %dx%d dtype %d scale %d/%d, row %" PRId64 " from %" PRId64 ", %" PRId64,
+                   code, q.flags, N, K, q.group_rows, q.group_cols, dtype, scale_dtype, q.scale_type, row, k0, n);
+        const size_t element = fmoe_dtype_size(dtype);
+        char *dst = check_guarded((size_t)n * element, element);
+        dequant(dst, dtype, &m, row, k0, n);
+        const ref_vec codes_of = {.p = codes + row * step, .quant = &q, .n = row, .N = N};
+        for (int64_t i = 0; i < n && !check_failed(); i++) {
+            const float want = (float)fmoe_ref_weight(&codes_of, k0 + i);
+            float got, rounded = want;
+            uint16_t bits;
+            if (dtype == FMOE_F32) memcpy(&got, dst + 4 * i, 4);
+            else memcpy(&bits, dst + 2 * i, 2);
+            if (dtype == FMOE_BF16) got = fmoe_bf16_to_float(bits), rounded = fmoe_bf16_to_float(fmoe_float_to_bf16(want));
+            if (dtype == FMOE_F16) got = fmoe_f16_to_float(bits), rounded = fmoe_f16_to_float(fmoe_float_to_f16(want));
+            if (isnan(rounded) ? !isnan(got) : memcmp(&got, &rounded, 4) != 0)
+                check_fail("weight %" PRId64 " is %a, not %a", k0 + i, (double)got, (double)rounded);
+        }
+    }
+}
+
+void bench_dequant(const check_kernel *k, const fmoe_kernels *table, int64_t *items, double *flops)
+{
+    CHECK_KERNEL_FN(dequant, fmoe_dequant_fn, k, table);
+    static uint8_t codes[16 * 512];
+    static float scales[16 * 16];
+    static uint16_t dst[1024];
+    BENCH_FILL(codes);
+    BENCH_FILL(scales);
+    const fmoe_coded m = {.code = FMOE_CODE_NF4, .codes = codes, .step = 512, .group_rows = 1, .group_cols = 64, .half = INT64_MAX,
+                          .scale = (const char *)scales, .scale_step = 16, .scale_dtype = FMOE_F32, .scale2 = 1, .table = fmoe_code_table(FMOE_CODE_NF4, NULL)};
+    for (int64_t row = 0; row < 16; row++) dequant(dst, FMOE_BF16, &m, row, 0, 1024);
+    *items = 16 * 1024;
+    *flops = 0;
+}

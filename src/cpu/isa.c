@@ -189,6 +189,7 @@ void fmoe_kernels_fill(fmoe_kernels *k, int level)
     if (k->gemm_inplace) { /* rows in tiles, or gathered for panels of pairs: no other product in bf16 */
         k->gemm_kmajor_bf16 = NULL;
         k->gemm_kmajor_few_rows_bf16 = NULL;
+        k->gemm_coded_few_rows_bf16 = NULL;
         k->gemm_nmajor_inplace_bf16 = NULL;
         k->pack_kmajor_bf16 = NULL;
     }

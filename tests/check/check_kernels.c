@@ -5,6 +5,7 @@
 const check_kernel_case check_kernel_cases[] = {
     {"gemm", check_gemm, bench_gemm, 40},
     {"gemm_kmajor_few_rows", check_gemm_kmajor_few_rows, NULL, 40},
+    {"gemm_coded_few_rows", check_gemm_coded_few_rows, NULL, 40},
     {"gemm_nmajor_inplace", check_gemm_nmajor_inplace, bench_gemm_nmajor_inplace, 40},
     {"wgrad", check_wgrad, bench_wgrad, 40},
     {"pack", check_pack, bench_pack, 30},

@@ -104,3 +104,56 @@ void bench_dequant(const check_kernel *k, const fmoe_kernels *table, int64_t *it
     *items = 16 * 1024;
     *flops = 0;
 }
+
+/* ---- few rows by codes: the bits of few rows by what they are decoded to ---- */
+
+void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
+{
+    enum { COLUMNS = FMOE_NB / 2 };
+    CHECK_KERNEL_FN(gemm, fmoe_gemm_coded_few_rows_fn, k, &check_table);
+    const int32_t codes_of[] = {FMOE_CODE_E4M3, FMOE_CODE_S8, FMOE_CODE_E2M1, FMOE_CODE_NF4, FMOE_CODE_U4};
+    const int32_t code = codes_of[index % 5];
+    const bool four = fmoe_code_is_4bit(code);
+    const int64_t K = 32 * (1 + check_below(20)), k0 = 32 * check_below(K / 32), kc = K - k0;
+    const int64_t chunk = check_below(2) ? 32 * (1 + check_below(8)) : kc, rows = 1 + check_below(20), first_row = check_below(2) * 4;
+    fmoe_coded m = {.code = code,
+                    .high_first = four && check_below(2),
+                    .group_rows = code == FMOE_CODE_E4M3 ? CHECK_PICK(4, 128) : CHECK_PICK(1, 2, 128),
+                    .group_cols = CHECK_PICK(32, 64, 128, INT64_MAX / 2),
+                    .half = INT64_MAX,
+                    .scale_dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16, FMOE_BYTE),
+                    .scale_type = FMOE_SCALE_E8M0,
+                    .scale2 = check_below(2) ? 0.25f : 1,
+                    .zero = code == FMOE_CODE_U4 ? 8 : 0,
+                    .table = four ? fmoe_code_table(code, NULL) : NULL};
+    m.step = fmoe_code_bytes(code, K) + check_below(2) * 7;
+    const int64_t N = first_row + COLUMNS, cols = m.group_cols > K ? 1 : fmoe_ceil_div(K, m.group_cols);
+    uint8_t *codes = check_guarded((size_t)((N - 1) * m.step + fmoe_code_bytes(code, K)), 1);
+    fill(codes, (size_t)((N - 1) * m.step + fmoe_code_bytes(code, K)));
+    const fmoe_tensor *scale = grid(m.scale_dtype, fmoe_ceil_div(N, m.group_rows), cols);
+    for (int64_t i = 0; i < check_count(scale) && m.scale_dtype == FMOE_BYTE; i++)
+        ((uint8_t *)scale->data)[i] = (uint8_t)(i % 9 ? 110 + check_below(20) : check_below(256));
+    m.codes = codes;
+    m.scale = scale->data;
+    m.scale_step = cols;
+    check_note("code %d K=%" PRId64 " from %" PRId64 " by %" PRId64 ", %" PRId64 " rows, groups %dx%d", code, K, k0, chunk, rows,
+               (int)m.group_rows, (int)fmoe_min(m.group_cols, K));
+    const void *a[20];
+    for (int64_t i = 0; i < rows; i++) {
+        uint16_t *row = check_guarded((size_t)kc * 2, 2);
+        for (int64_t j = 0; j < kc; j++) row[j] = fmoe_float_to_bf16((float)(2 * check_uniform() - 1));
+        a[i] = row;
+    }
+    uint16_t *decoded = check_guarded((size_t)(COLUMNS * kc) * 2, 2);
+    for (int64_t n = 0; n < COLUMNS; n++) check_table.dequant(decoded + n * kc, FMOE_BF16, &m, first_row + n, k0, kc);
+    const size_t sums = (size_t)(rows * FMOE_NB) * sizeof(float);
+    float *got = check_guarded(sums, 4), *want = check_guarded(sums, 4);
+    for (int64_t i = 0; i < rows * FMOE_NB; i++) got[i] = want[i] = (float)i;
+    const int first = (int)check_below(2);
+    fmoe_walk none = {.at = (const char *)decoded, .half = {(const char *)decoded, (const char *)decoded}, .in_run = 1, .length = 1, .per_half = 1};
+    check_table.gemm_kmajor_few_rows_bf16(rows, kc, chunk, a, (const char *)decoded, kc * 2, want, FMOE_NB, first, &none);
+    gemm(rows, k0, kc, chunk, a, &m, first_row, got, FMOE_NB, first);
+    for (int64_t i = 0; i < rows * FMOE_NB && !check_failed(); i++)
+        if (memcmp(&got[i], &want[i], 4) && !(isnan(got[i]) && isnan(want[i])))
+            check_fail("sum %" PRId64 " is %a, not %a", i, (double)got[i], (double)want[i]);
+}

@@ -62,6 +62,12 @@ static _Atomic uint64_t called;
 #define PASS_dequant (dst, dtype, m, row, k0, n)
 #define RETURN_dequant
 #define RESULT_dequant void
+#define ARGS_gemm_coded_few_rows                                                                                       \
+    (int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m, int64_t row, float *c,  \
+     int64_t ldc, int first)
+#define PASS_gemm_coded_few_rows (rows, k0, kc, chunk, a, m, row, c, ldc, first)
+#define RETURN_gemm_coded_few_rows
+#define RESULT_gemm_coded_few_rows void
 #define ARGS_softmax (double *x, int64_t n)
 #define PASS_softmax (x, n)
 #define ARGS_peak (int64_t n)

@@ -42,6 +42,10 @@ fmoe_coded fmoe_coded_of(const fmoe_tensor *stack, const fmoe_quant *q, bool lis
         const fmoe_tensor *scale2 = list ? q->scale2 + e : q->scale2;
         m.scale2 = ((const float *)fmoe_data(scale2))[scale2->shape[0] > 1 ? at : 0];
     }
+    /* Zeros that are integers leave nothing smaller than 1; a LUT4 may hold anything, and NaN of e4m3
+     * stays NaN either way. */
+    const bool integers = zeros ? m.zeros_dtype == FMOE_BYTE : q->zero >= -1024 && q->zero <= 1024 && q->zero == (float)(int)q->zero;
+    m.regular = integers && q->code != FMOE_CODE_LUT4 && m.scale2 > 0x1p-40f && m.scale2 < 0x1p40f;
     if (fmoe_code_is_4bit(q->code)) m.table = fmoe_code_table(q->code, q->lut);
     return m;
 }

@@ -93,6 +93,17 @@ static inline bool fmoe_has_kmajor_panel(fmoe_form form)
     return form == FMOE_FORM_FEW_ROWS || form == FMOE_FORM_PREPACKED_KMAJOR || form == FMOE_FORM_PACK_KMAJOR;
 }
 
+/* Quantised weights of few rows are decoded in registers: 32 k at a time, whole ones, of one group; four columns at a
+ * time, which of e4m3 share their scale. rows: the first of 32 rows of codes, k: of a product. */
+static inline bool fmoe_fits_coded_few_rows(uint64_t has, const fmoe_coded *m, int64_t row, int64_t k)
+{
+    if (!FMOE_HAS(has, gemm_coded_few_rows_bf16) || m->zeros || k % 32) return false;
+    if (m->group_cols % 32 && m->group_cols < k) return false;
+    for (int64_t i = row; m->code == FMOE_CODE_E4M3 && i < row + FMOE_NB / 2; i += 4)
+        if (fmoe_coded_group(m, i) != fmoe_coded_group(m, i + 3)) return false;
+    return true;
+}
+
 static inline bool fmoe_is_packed_now(fmoe_form form)
 {
     return form == FMOE_FORM_PACK_KMAJOR || form == FMOE_FORM_PACK;

@@ -23,12 +23,31 @@ static fmoe_any_fn *gemm_kernel(const fmoe_cpu_plan *cpu, const fmoe_step *s)
     return fmoe_kernel_at(&cpu->k, fmoe_form_gemm(s->form, cpu->pairs, s->dtype));
 }
 
+/* The two halves of the columns of a step of few rows, as rows of codes; false: they are to be decoded before. */
+static bool coded_halves(const fmoe_cpu_plan *cpu, const fmoe_step *s, fmoe_coded m[2], int64_t row[2])
+{
+    for (int i = 0; i < 2; i++) {
+        const fmoe_view *v = &s->v[i < s->n_v ? i : 0];
+        m[i] = fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e);
+        row[i] = v->coded->row + s->n0 + (i < s->n_v ? 0 : FMOE_NB / 2);
+        if (!fmoe_fits_coded_few_rows(cpu->has, &m[i], row[i], s->v[0].K)) return false;
+    }
+    return cpu->pairs;
+}
+
+static bool fits_coded(const fmoe_cpu_plan *cpu, const fmoe_step *s)
+{
+    fmoe_coded m[2];
+    int64_t row[2];
+    return s->v[0].coded && coded_halves(cpu, s, m, row);
+}
+
 void fmoe_take_k(const fmoe_cpu_plan *cpu, const fmoe_groups *g, fmoe_step *s, bool lora)
 {
     s->chunk = fmoe_chunk_of(cpu, &s->v[0], lora);
     s->kc = s->rows ? fmoe_min(s->chunk, s->v[0].K - s->k0) : 0;
     s->form = fmoe_form_of(cpu, g, s);
-    if (s->form == FMOE_FORM_FEW_ROWS && !s->v[0].coded) s->kc = s->v[0].K - s->k0;
+    if (s->form == FMOE_FORM_FEW_ROWS && (!s->v[0].coded || fits_coded(cpu, s))) s->kc = s->v[0].K - s->k0;
 }
 
 /* Let the product before it pack a chunk piece by piece, where its shape is a regular one. */
@@ -230,6 +249,19 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
     }
 }
 
+/* The same by quantised weights, decoded in registers. */
+static void multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s)
+{
+    const void *a[FMOE_TASK_ROWS];
+    fmoe_coded m[2];
+    int64_t row[2];
+    coded_halves(pipe->cpu, s, m, row);
+    point_at_rows(pipe, s, 0, s->rows, a);
+    for (int i = 0; i < 2; i++)
+        pipe->cpu->k.gemm_coded_few_rows_bf16(s->rows, s->k0, s->kc, s->chunk, a, &m[i], row[i],
+                                              pipe->scratch->c + i * (FMOE_NB / 2), FMOE_NB, s->first);
+}
+
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
 static void multiply_panels(const fmoe_pipeline *pipe, const fmoe_step *s, const char *panel, fmoe_overlap *overlap)
 {
@@ -282,8 +314,10 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
     const bool pack = pipe->n > 1 && fmoe_is_packed_now(then->form);
     if (now->form == FMOE_FORM_NONE || now->form == FMOE_FORM_FEW_ROWS || now->form == FMOE_FORM_NMAJOR_INPLACE) {
         const fmoe_step *next = pipe->n > 1 ? then : NULL;
-        decode_step(pipe, now, next);
-        if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
+        const bool coded = now->form == FMOE_FORM_FEW_ROWS && fits_coded(pipe->cpu, now);
+        if (!coded) decode_step(pipe, now, next);
+        if (coded) multiply_coded(pipe, now);
+        else if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
         else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
         if (pack) decode_step(pipe, then, pipe->n > 2 ? after : NULL);
         if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);

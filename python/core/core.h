@@ -6,6 +6,7 @@
  *   module.c   plans, sizes, descriptions, the pool: the small functions of the module
  *   run.c      one table of all run functions, and `run`, which fills their argument structs
  *   tensors.c  tensors of Python as fmoe_tensor, copied where the library cannot read their strides
+ *   quant.c    descriptors of quantised weights, weights to codes and back
  *   torch.c    torch's threads, and the stream of torch_npu
  *   pool.c, pages.c   memory that is used again; weights in huge pages */
 #pragma once
@@ -70,6 +71,8 @@ typedef struct {
     PyObject *copies;          /* of what had another layout */
     const char *op, *argument; /* what is taken now, for messages; NULL: nothing to say */
     Py_ssize_t item;           /* of a list; -1: none */
+    fmoe_quant quants[2];      /* descriptors of quantised weights */
+    int n_quants;
 } call;
 
 void call_begin(call *c, Py_ssize_t capacity); /* c->tensors is NULL afterwards where there is no memory */
@@ -90,6 +93,11 @@ bool npu_has_queue(void);
 void torch_parallel(void *parallel_for, int n, void (*fn)(void *, int), void *arg);
 /* NULL when torch is older, or not there: it is found only where it has been loaded already. */
 void *find_torch_parallel_for(void);
+
+/* ---- quant.c ---- */
+
+int take_quant(call *c, PyObject *o, const fmoe_quant **out);
+PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n);
 
 /* ---- run.c ---- */
 

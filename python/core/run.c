@@ -11,8 +11,8 @@
 
 /* Kinds of slots beside layouts (core.h). BYTES: void * followed by size_t. WEIGHTS: fmoe_weights, see take_weights;
  * PLAIN: those of the shared expert, which have no other form; GRADS and PLAIN_GRADS: their gradients, which are
- * written. */
-enum { BYTES = IDS + 1, INT32, FLOAT, WEIGHTS, PLAIN, GRADS, PLAIN_GRADS, MAX_SLOTS = 32 };
+ * written. QUANT: fmoe_quant. */
+enum { BYTES = IDS + 1, INT32, FLOAT, QUANT, WEIGHTS, PLAIN, GRADS, PLAIN_GRADS, MAX_SLOTS = 32 };
 
 /* Flags beside those of the run: how weights are given. Also in ops.py. */
 enum { LIST = 1 << 16, TRANSPOSED = 1 << 17, LORA1 = 1 << 18, LORA2 = 1 << 19, UNGATED = 1 << 20 };
@@ -94,6 +94,14 @@ static const op_entry OPS[] = {
              EXPERTS(w, WEIGHTS), EXPERTS(saved, BYTES), EXPERTS(dout, ROWS), EXPERTS(dx, AS_IS),
              EXPERTS(dweights, AS_IS), EXPERTS(dw, GRADS), EXPERTS(w.lora_scale1, FLOAT),
              EXPERTS(w.lora_scale2, FLOAT)),
+    FORWARD("EXPERTS_QUANT", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS),
+            NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS), EXPERTS(out, AS_IS), EXPERTS(saved, BYTES),
+            EXPERTS(w.lora_scale1, FLOAT), EXPERTS(w.lora_scale2, FLOAT), EXPERTS(w.quant1, QUANT),
+            EXPERTS(w.quant2, QUANT)),
+    BACKWARD("EXPERTS_QUANT", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS),
+             NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS), EXPERTS(saved, BYTES), EXPERTS(dout, ROWS),
+             EXPERTS(dx, AS_IS), EXPERTS(dweights, AS_IS), EXPERTS(dw, GRADS), EXPERTS(w.lora_scale1, FLOAT),
+             EXPERTS(w.lora_scale2, FLOAT), EXPERTS(w.quant1, QUANT), EXPERTS(w.quant2, QUANT)),
     FORWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(b_router, COMPACT),
             BLOCK(select_bias, COMPACT), BLOCK(w, WEIGHTS), BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX),
             BLOCK(logits, AS_IS), BLOCK(ids, AS_IS), BLOCK(weights, AS_IS), BLOCK(out, AS_IS), BLOCK(saved, BYTES)),
@@ -205,6 +213,8 @@ static int take_slots(call *c, const op_entry *op, PyObject *const *slots, unsig
             if (kind == INT32) *(int32_t *)(void *)field = (int32_t)PyLong_AsLong(slots[i]);
             else *(float *)(void *)field = (float)PyFloat_AsDouble(slots[i]);
             if (PyErr_Occurred()) return -1;
+        } else if (kind == QUANT) {
+            if (take_quant(c, slots[i], (const fmoe_quant **)(void *)field)) return -1;
         } else if (kind >= WEIGHTS) {
             const bool grads = kind == GRADS || kind == PLAIN_GRADS, plain = kind == PLAIN || kind == PLAIN_GRADS;
             if (kind == WEIGHTS) *weights = (const fmoe_weights *)(const void *)field;

@@ -120,7 +120,7 @@ static int from_attributes(PyObject *o, fmoe_tensor *out, int64_t *dims)
 void call_begin(call *c, Py_ssize_t capacity)
 {
     c->dims = NULL, c->n = 0, c->n_transposed = 0, c->capacity = capacity, c->api = NULL, c->copies = NULL;
-    c->op = c->argument = NULL, c->item = -1;
+    c->op = c->argument = NULL, c->item = -1, c->n_quants = 0;
     c->device = (fmoe_device){FMOE_CPU, 0};
     c->tensors = capacity <= ON_STACK ? c->on_stack : malloc((size_t)capacity * sizeof *c->tensors);
 }

@@ -9,7 +9,9 @@ from .enums import Activation, Flag, Score
 from .integrations.report import report
 from .integrations.transformers import apply, unapply
 from .integrations.transformers import register as _register
-from .ops import describe, set_max_isa
+from .ops import set_max_isa
+from .quant.model import dequantize, describe, quantize
+from .quant.tensor import QuantTensor
 
 __version__ = _core.version
 info, cpu_isa, empty_cache = _core.info, _core.cpu_isa, _core.empty_cache
@@ -18,7 +20,7 @@ if "transformers.integrations.moe" in _sys.modules:
     _register()
 
 __all__ = [
-    "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "Score", "activation", "apply", "autograd", "block", "cpu_isa", "describe",
-    "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "report", "route", "routing", "set_max_isa", "unapply",
-    "unpermute",
+    "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block", "cpu_isa",
+    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "quantize", "report", "route", "routing",
+    "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from torch.compiler import is_compiling
 
 from . import checks, ops
 from .enums import Activation, Score
+from .quant import experts as quantised
 
 
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
@@ -124,7 +125,10 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     if not checks.plain_experts(x, ids, p, w, act, flags):
         checks.experts(x, ids, p, w, act, flags)
     dtype = compute_dtype(x, w[0])
-    if any([t.dtype != dtype for t in w]):
+    coded = quantised.is_quantised(w)
+    if coded and any([t.dtype != dtype for t in w]):
+        w = [t if quantised.is_quantised([t]) else t.to(dtype) for t in w]
+    elif any([t.dtype != dtype for t in w]):
         checks.floats("experts", **{f"w[{i}]": t for i, t in enumerate(w)})
         w = [t.to(dtype) for t in w]
     scales = [0.0, 0.0] if lora else []
@@ -139,6 +143,9 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     if scales and dtype.itemsize == 2 and not x.is_cpu and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
+    if coded:
+        out = quantised.experts(xc, ids, p, _ready(w, scales, xc, flags)[0], int(act), int(flags), alpha, limit, scales)
+        return out if out.dtype == x.dtype else out.to(x.dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
     if compiling:
         act, flags, alpha, limit, *scales = _fixed(int(act), int(flags), alpha, limit, *scales)

@@ -4,7 +4,7 @@
 
 corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
-targets=(plan route forward backward) # of tests/fuzz
+targets=(plan route forward backward quant) # of tests/fuzz
 units=(ref ref_experts ref_route ref_block api packed forms describe values machine alloc threads process abi versions)
 
 replays() { # folder: every fuzz target on its corpus, one line of counts

@@ -38,7 +38,7 @@ static int64_t small(int64_t n) { return n < 0 ? 0 : n > 200 ? 200 : n; }
 static fmoe_quant *draw_quant(fuzz_input *in, int64_t E, int64_t N, int64_t K, fmoe_tensor **codes)
 {
     static const float lut[16] = {-1, -0.7f, -0.5f, -0.3f, -0.2f, -0.1f, 0, 0.1f, 0.2f, 0.3f, 0.4f, 0.5f, 0.6f, 0.7f, 0.8f, 1};
-    fmoe_quant *q = fuzz_alloc(sizeof *q);
+    fmoe_quant *q = fuzz_alloc(4096); /* as much as a size may claim to have */
     *q = FMOE_QUANT_INIT;
     q->size = (size_t)about(in, (int64_t)sizeof *q);
     q->code = (int32_t)about(in, 1 + fuzz_byte(in) % 7);

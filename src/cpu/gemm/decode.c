@@ -69,6 +69,8 @@ static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
     const uint8_t *at = m->codes + (r->row + i) * m->step + fmoe_code_bytes(m->code, r->from & ~INT64_C(1));
     const int64_t bytes = fmoe_code_bytes(m->code, r->length);
     for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(at + line, 0, 2);
+    const int64_t first = fmoe_coded_group(m, r->row + i) * m->scale_step + r->from / m->group_cols;
+    __builtin_prefetch(m->scale + first * (int64_t)fmoe_dtype_size(m->scale_dtype), 0, 2);
 }
 
 void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead)

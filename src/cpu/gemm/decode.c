@@ -76,7 +76,9 @@ static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
 void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead)
 {
     const fmoe_stack *s = b->v->coded;
-    const fmoe_coded now = coded_at(b->v), then = ahead ? coded_at(ahead->v) : now;
+    fmoe_coded now = coded_at(b->v);
+    const fmoe_coded then = ahead ? coded_at(ahead->v) : now;
+    now.for_pairs = k->gemm_bf16 && s->dtype == FMOE_BF16;
     const code_rows r = rows_of(b), next = ahead ? rows_of(ahead) : (code_rows){0, 0, 0, 0};
     const int64_t step = apart * (int64_t)fmoe_dtype_size(s->dtype);
     for (int64_t i = 0; i < r.rows; i++) {

@@ -18,6 +18,7 @@ typedef struct fmoe_coded {
     int scale_dtype, scale_type, zeros_dtype;
     float zero, scale2;
     const float *table; /* of a code of 4 bits: sixteen values */
+    bool for_pairs;     /* decoded for products of bf16 pairs alone, which take denormals for zeros: as they may be decoded */
     bool regular;       /* values and scale2 are such that no weight is denormal or NaN where scales are in 2^-60 .. 2^60 */
 } fmoe_coded;
 

@@ -207,3 +207,28 @@ def test_peft_trains_adapters_on_quantised_experts(never_decoded):
     assert torch.equal(results[0][0], results[1][0])
     for name, grad in results[0][1].items():
         assert torch.equal(grad, results[1][1][name]), name
+
+
+@pytest.mark.parametrize("I", [128, 48])
+def test_fp8_experts_of_transformers_are_run_as_they_came(I, never_decoded):
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=I, num_experts=4, dtype=torch.bfloat16)
+    experts = fp8.FP8Experts(config, block_size=(128, 128))
+    for name, p in experts.named_parameters():
+        p.data = torch.rand(p.shape) * 0.01 if "scale" in name else (torch.randn(p.shape) * 50).to(torch.float8_e4m3fn)
+    before = {n: t.clone() for n, t in experts.state_dict().items()}
+    w = [QuantTensor.from_fp8(getattr(experts, n), getattr(experts, f"{n}_scale_inv")).dequantize() for n in ("gate_up_proj", "down_proj")]
+    x, ids, p = torch.randn(7, 256).bfloat16().requires_grad_(), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    model = torch.nn.ModuleList([experts])
+    fusedmoe.apply(model)
+    never_decoded[0]()
+    out = experts(x, ids, p)
+    (dx,) = torch.autograd.grad(out.sum(), x)
+    never_decoded[1]()
+    want = fusedmoe.experts(x, ids, p, w)
+    assert torch.equal(out, want) and torch.equal(dx, torch.autograd.grad(want.sum(), x)[0])
+    after = experts.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[n].view(torch.uint8), after[n].view(torch.uint8)) and before[n].dtype == after[n].dtype for n in before)

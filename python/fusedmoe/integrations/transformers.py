@@ -89,13 +89,15 @@ def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None
     keep: what a layer keeps for its backward. "all" or "lean" (a quarter of it, four more launches), which is for an NPU; "nothing":
     x alone, on every device, and h is computed again; None: the device's own choice (an NPU: FMOE_ASCEND_KEEP, else all).
     """
-    from .report import report  # which imports this module
+    from ..quant.model import adopt  # which import this module
+    from .report import report
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module: load it first")
     if keep is not None and keep not in layers.KEEP:
         raise ValueError(f"apply: keep is {keep!r}, expected one of {', '.join(layers.KEEP)}, or None")
     register()
+    adopt(model)
     if routers is None:
         routers = any(p.device.type not in ("cpu", "meta") for p in model.parameters())
     ours: list[Any] = [m for m in model.modules() if layers.is_v5_experts(m) and not layers.look_at(m).own]

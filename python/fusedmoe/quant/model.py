@@ -64,6 +64,28 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
     return apply(model)
 
 
+def adopt(model: nn.Module) -> int:
+    """Run what a model on the CPU already holds quantised: the experts of transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
+    channel), whose codes and scales are read where they are. ``apply`` calls it. Returns how many modules."""
+    found = 0
+    for module in model.modules():
+        if type(module).__name__ != "FP8Experts":
+            continue
+        stored = [(n, w) for n, w in _stacks(module) if w.dtype == torch.float8_e4m3fn and w.is_cpu and not isinstance(w, QuantTensor)]
+        dtype = getattr(module.config, "dtype", None) or torch.bfloat16
+        for name, w in stored:
+            scale, block = module._parameters[f"{name}_scale_inv"], module.block_size or (0, 0)
+            _put(module, name, QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block)))
+            scale.requires_grad_(False)
+        found += bool(stored)
+    return found
+
+
+def _as_it_came(module: nn.Module, name: str) -> bool:
+    """The scales are parameters of the module's own."""
+    return f"{name}_scale_inv" in module._parameters
+
+
 def dequantize(model: nn.Module) -> nn.Module:
     """Put plain weights, as quantised ones stand for them, in their place."""
     for module in model.modules():
@@ -84,6 +106,9 @@ def _split(module: nn.Module, state: dict, prefix: str, _: Any) -> None:
     """gate_up_proj becomes its codes, gate_up_proj.scale its scales, gate_up_proj.quant what they mean."""
     for name, w in _stacks(module):
         if not isinstance(w, QuantTensor) or prefix + name not in state:
+            continue
+        if _as_it_came(module, name):
+            state[prefix + name] = w.codes.view(torch.float8_e4m3fn)
             continue
         meaning = json.dumps({"format": [*w.format[:7], str(w.format.scale_dtype), w.format.scale2], "shape": list(w.shape), "dtype": str(w.dtype)})
         state[prefix + name] = w.codes
@@ -107,6 +132,9 @@ def from_state(codes: Tensor, scale: Tensor, quant: Tensor, scale2: Tensor | Non
 def _join(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
     for name, w in list(_stacks(module)):
         key = prefix + name
+        if key in state and isinstance(w, QuantTensor) and _as_it_came(module, name) and state[key].dtype == torch.float8_e4m3fn:
+            w.codes.view(torch.float8_e4m3fn).copy_(state[key])
+            state[key] = w
         if f"{key}.quant" not in state:
             continue
         parts = {part: state.pop(f"{key}.{part}", None) for part in _PARTS}

@@ -57,7 +57,8 @@ class QuantTensor(Tensor):
         if scale_inv.shape[1:] == (N, 1):
             rows, cols = 1, 0
         kind = E8M0 if scale_inv.dtype not in (torch.float32, torch.bfloat16, torch.float16) else 0
-        formats = [Format("fp8", E4M3, flags, rows, cols, kind) for flags in (0, HALVES)]
+        scale_dtype = torch.uint8 if kind else scale_inv.dtype
+        formats = [Format("fp8", E4M3, flags, rows, cols, kind, scale_dtype=scale_dtype) for flags in (0, HALVES)]
         fits = [f for f in formats if tuple(scale_inv.shape) == (E, *f.grid(N, K))]
         if not fits:
             raise ValueError(f"from_fp8: scale_inv is {list(scale_inv.shape)}, expected {[E, *formats[0].grid(N, K)]} for {[E, N, K]}")

@@ -266,20 +266,20 @@ def test_our_name_is_in_the_table_of_fp8_experts():
     assert fp8.FP8ExpertsInterface._global_mapping["fusedmoe"] is hf.experts_forward
 
 
-def test_fp8_experts_keep_what_was_chosen_for_them(caplog):
+def test_experts_in_a_form_that_is_not_ours_keep_what_was_chosen_for_them(caplog):
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     model = tiny("Qwen3Moe")
     config = model.model.layers[0].mlp.experts.config
     try:
         for layer in model.model.layers:
-            layer.mlp.experts = fp8.FP8Experts(config, block_size=(16, 16))
+            layer.mlp.experts = fp8.FP8Experts(config, block_size=(16, 16), expert_dtype="fp4")
     except (AttributeError, TypeError):
         pytest.skip("FP8Experts of this version is made another way")
     config._experts_implementation = "grouped_mm"
     model.config.quantization_config = {"quant_method": "fp8"}
     fusedmoe.apply(model)
     assert config._experts_implementation == "grouped_mm" and not any("forward" in vars(m) for m in model.modules())
-    assert "float8" in caplog.text and "FP8Experts" in caplog.text and "it is quantized" in caplog.text
+    assert "int8" in caplog.text and "FP8Experts" in caplog.text and "it is quantized" in caplog.text
 
 
 def test_the_environment_can_replace_the_default():

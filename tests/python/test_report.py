@@ -119,8 +119,10 @@ def test_quantized_experts_of_v5():
             layer.mlp.experts = fp8.FP8Experts(config, block_size=(16, 16))
     except (AttributeError, TypeError):
         pytest.skip("FP8Experts of this version is made another way")
-    for report in (fusedmoe.report(model), fusedmoe.report(fusedmoe.apply(model))):
-        assert {row.path for row in report} == {"own"} and all("float8" in row.reason for row in report) and len(report) == 2
+    report = fusedmoe.report(model)
+    assert {row.path for row in report} == {"own"} and all("float8" in row.reason for row in report) and len(report) == 2
+    report = fusedmoe.report(fusedmoe.apply(model))
+    assert {(row.path, row.dtype) for row in report} == {("fused", "fp8")} and len(report) == 2
 
 
 class Quantized(nn.Linear):

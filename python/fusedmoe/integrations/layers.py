@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import autograd, ops
+from ..quant.tensor import QuantTensor
 from .log import _said as _said
 from .log import logger as logger
 from .log import say_once as say_once
@@ -260,7 +261,8 @@ _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", t
 
 def traits(act: int | None, w: Tensor) -> tuple[str, str, str]:
     """An activation, and the dtype and the device of a weight, in words."""
-    return _ACTS[act], _DTYPES[w.dtype] if w.dtype in _DTYPES else str(w.dtype).removeprefix("torch."), w.device.type
+    dtype = w.format.name if isinstance(w, QuantTensor) else _DTYPES.get(w.dtype) or str(w.dtype).removeprefix("torch.")
+    return _ACTS[act], dtype, w.device.type
 
 
 KEEP = {"all": ops.KEEP_ALL, "lean": ops.KEEP_LEAN, "nothing": ops.RECOMPUTE}

@@ -413,10 +413,8 @@ typedef enum fmoe_code {
     FMOE_CODE_LUT4 = 7  /* 4 bits: fmoe_quant.lut */
 } fmoe_code;
 
-typedef enum fmoe_scale_type { /* what the bytes of a scale tensor of 8 bits are */
-                               FMOE_SCALE_E8M0 = 1, /* 2^(byte - 127); 255: NaN */
-                               FMOE_SCALE_E4M3 = 2
-} fmoe_scale_type;
+/* What the bytes of a scale tensor of 8 bits are. E8M0: 2^(byte - 127); 255: NaN */
+typedef enum fmoe_scale_type { FMOE_SCALE_E8M0 = 1, FMOE_SCALE_E4M3 = 2 } fmoe_scale_type;
 
 /* fmoe_quant.flags */
 enum {
@@ -433,18 +431,17 @@ typedef struct fmoe_quant {
     int32_t scale_type;             /* fmoe_scale_type; 0: scale is f32, bf16 or f16 */
     float zero;                     /* subtracted from U4 and S8 */
     const fmoe_tensor *scale;       /* [E, rows of groups, columns of groups] */
-    const fmoe_tensor *zeros;       /* U4, S8: in the place of `zero`, shaped as scale; uint8, f32, bf16, f16; or NULL */
-    const fmoe_tensor *scale2;      /* [E] or [1] f32, or NULL: 1 */
-    const float *lut;               /* LUT4: 16 values; else NULL */
-} fmoe_quant; /* beside a list: scale, zeros, scale2 are arrays of E, [rows, columns] and [1] each */
-
+    const fmoe_tensor *zeros;  /* U4, S8: in the place of `zero`, shaped as scale; uint8, f32, bf16, f16; or NULL */
+    const fmoe_tensor *scale2; /* [E] or [1] f32, or NULL: 1 */
+    const float *lut;          /* LUT4: 16 values; else NULL */
+} fmoe_quant;                  /* beside a list: scale, zeros, scale2 are arrays of E, [rows, columns] and [1] each */
 #define FMOE_QUANT_INIT ((fmoe_quant){.size = sizeof(fmoe_quant)})
 
-/* Between weights [E,N,K] of f32, bf16 or f16 and codes. On the CPU, on all of its cores. fmoe_quantize writes codes
- * and quant->scale (for U4: by quant->zero, or quant->zeros of uint8 are written too), for scales in f32, bf16, f16 or
- * E8M0: scale = the largest magnitude of a group over the code's largest (over scale2, which is read), E8M0 the power of
- * two that MXFP4 has of it; of S8 with scale2 = 1/127 the magnitude itself: so NF4, FP4 and such S8 are bitsandbytes'
- * bytes, where a row has whole groups. Then the nearest codes. */
+/* Between weights [E,N,K] of f32, bf16 or f16 and codes, on all cores of the CPU. fmoe_quantize writes codes and
+ * quant->scale (for U4: by quant->zero, or quant->zeros of uint8 are written too), for scales in f32, bf16, f16 or
+ * E8M0: scale = the largest magnitude of a group over the code's largest (over scale2, which is read), E8M0 the power
+ * of two that MXFP4 has of it; of S8 with scale2 = 1/127 the magnitude itself: so NF4, FP4 and such S8 are
+ * bitsandbytes' bytes, where a row has whole groups. Then the nearest codes. */
 typedef struct fmoe_quant_args {
     size_t size;
     const fmoe_tensor *w;     /* in; out of fmoe_dequantize */
@@ -454,8 +451,7 @@ typedef struct fmoe_quant_args {
 
 FMOE_API fmoe_status fmoe_quantize(const fmoe_quant_args *);
 FMOE_API fmoe_status fmoe_dequantize(const fmoe_quant_args *);
-
-/* Foreign packings, of one matrix, to codes in our order and back, without loss. */
+/* Foreign packings of a matrix, to codes in our order and back, without loss */
 typedef enum fmoe_repack {
     FMOE_REPACK_CT_INT4 = 1, /* compressed-tensors: int32 [N, K/8], lowest bits first            <-> U4, low first */
     FMOE_REPACK_GPTQ = 2,    /* int32 [K/8, N], bit 4j of word i: k = 8i + j */

@@ -19,11 +19,24 @@ typedef struct weight_names {
 static bool is_list(const fmoe_weights *w) { return w->gate || w->up || w->down; }
 
 #define WEIGHT_NAMES(shared, grad, d)                                                                                  \
-    {                                                                                                                  \
-        shared, grad, d "w1", d "b1", d "w2", d "b2", d "gate", d "up", d "down", d "lora_a1", d "lora_b1",            \
-            d "lora_a2", d "lora_b2", d "packed", d "reserved", FMOE_QUANT_NAMES(d "quant1"),                          \
-            FMOE_QUANT_NAMES(d "quant2"), FMOE_QUANT_NAMES(d "quant_gate")                                             \
-    }
+    {shared,                                                                                                           \
+     grad,                                                                                                             \
+     d "w1",                                                                                                           \
+     d "b1",                                                                                                           \
+     d "w2",                                                                                                           \
+     d "b2",                                                                                                           \
+     d "gate",                                                                                                         \
+     d "up",                                                                                                           \
+     d "down",                                                                                                         \
+     d "lora_a1",                                                                                                      \
+     d "lora_b1",                                                                                                      \
+     d "lora_a2",                                                                                                      \
+     d "lora_b2",                                                                                                      \
+     d "packed",                                                                                                       \
+     d "reserved",                                                                                                     \
+     FMOE_QUANT_NAMES(d "quant1"),                                                                                     \
+     FMOE_QUANT_NAMES(d "quant2"),                                                                                     \
+     FMOE_QUANT_NAMES(d "quant_gate")}
 
 static const weight_names experts_names = WEIGHT_NAMES(false, false, "");
 static const weight_names experts_grad_names = WEIGHT_NAMES(false, true, "d");
@@ -52,8 +65,8 @@ static int matrix_args(fmoe_arg *args, const fmoe_plan_impl *p, const fmoe_weigh
 }
 
 /* Those of them that are quantised, as matrix_args listed them: bytes, and the tensors of their descriptors. */
-static fmoe_status quant_args(fmoe_call *c, const fmoe_weights *w, const weight_names *names, fmoe_arg *args, int matrices,
-                              int *n)
+static fmoe_status quant_args(fmoe_call *c, const fmoe_weights *w, const weight_names *names, fmoe_arg *args,
+                              int matrices, int *n)
 {
     const fmoe_plan_impl *p = c->p;
     const int64_t H = p->d.H, I = names->shared ? p->d.shared_I : p->d.I, columns = p->gated ? 2 * I : I;
@@ -62,11 +75,17 @@ static fmoe_status quant_args(fmoe_call *c, const fmoe_weights *w, const weight_
         const bool w2 = i + 1 == matrices, gate = matrices == 3 && i == 0, list = is_list(w);
         const fmoe_quant *q = w2 ? w->quant2 : gate ? w->quant_gate : w->quant1;
         fmoe_quant_matrix m = {.quant = q,
-                               .names = w2 ? &names->quant2 : gate ? &names->quant_gate : &names->quant1,
-                               .axes = (fmoe_axis_id)(AXIS_GRID + 3 * (first_axes + (w2 ? 1 : gate ? 2 : 0))),
+                               .names = w2     ? &names->quant2
+                                        : gate ? &names->quant_gate
+                                               : &names->quant1,
+                               .axes = (fmoe_axis_id)(AXIS_GRID + 3 * (first_axes + (w2     ? 1
+                                                                                     : gate ? 2
+                                                                                            : 0))),
                                .E = names->shared ? AXIS_ONE : AXIS_E,
                                .list = list ? args[i].list : 0,
-                               .N = w2 ? H : list ? I : columns,
+                               .N = w2     ? H
+                                    : list ? I
+                                           : columns,
                                .K = w2 ? I : H,
                                .halves = !w2 && !list && p->gated && !(p->d.flags & FMOE_INTERLEAVED)};
         if (q) FMOE_TRY(fmoe_quant_args_of(&c->check, &m, &args[i], args, n));
@@ -74,7 +93,8 @@ static fmoe_status quant_args(fmoe_call *c, const fmoe_weights *w, const weight_
     return FMOE_OK;
 }
 
-static fmoe_status weight_args(fmoe_arg *all, int *count, fmoe_call *c, const fmoe_weights *w, const weight_names *names)
+static fmoe_status weight_args(fmoe_arg *all, int *count, fmoe_call *c, const fmoe_weights *w,
+                               const weight_names *names)
 {
     fmoe_arg *const args = all + *count;
     const fmoe_plan_impl *p = c->p;
@@ -177,9 +197,12 @@ static fmoe_status check_gradients(const fmoe_plan_impl *p, const fmoe_weights *
     FMOE_TRY(check_weights(p, dw, grad_names));
     const bool first = dw->w1 || dw->gate || dw->up;
     if ((w->quant1 && first) || (w->quant2 && (dw->w2 || dw->down)))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "%s is given, but %s says that these weights are quantised: they have no "
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "%s is given, but %s says that these weights are quantised: they have no "
                          "gradient",
-                         w->quant1 && first ? dw->w1 ? grad_names->w1 : dw->gate ? grad_names->gate : grad_names->up
+                         w->quant1 && first ? dw->w1     ? grad_names->w1
+                                              : dw->gate ? grad_names->gate
+                                                         : grad_names->up
                          : dw->w2           ? grad_names->w2
                                             : grad_names->down,
                          w->quant1 && first ? names->quant1.quant : names->quant2.quant);

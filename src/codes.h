@@ -30,14 +30,15 @@ static inline float fmoe_scale_at(const void *p, int dtype, int scale_type, int6
     if (dtype == FMOE_BF16) return fmoe_bf16_to_float(((const uint16_t *)p)[i]);
     if (dtype == FMOE_F16) return fmoe_f16_to_float(((const uint16_t *)p)[i]);
     const uint8_t b = ((const uint8_t *)p)[i];
-    return scale_type == FMOE_SCALE_E8M0 ? fmoe_e8m0_to_float(b) : scale_type == FMOE_SCALE_E4M3 ? fmoe_e4m3_to_float(b) : b;
+    return scale_type == FMOE_SCALE_E8M0   ? fmoe_e8m0_to_float(b)
+           : scale_type == FMOE_SCALE_E4M3 ? fmoe_e4m3_to_float(b)
+                                           : b;
 }
 
 /* The sixteen values of a 4-bit code; lut: those of LUT4. */
 static inline const float *fmoe_code_table(int32_t code, const float *lut)
 {
-    static const float e2m1[16] = {0,    0.5f,  1,   1.5f,  2,   3,   4,   6,
-                                   -0.f, -0.5f, -1., -1.5f, -2., -3., -4., -6.};
+    static const float e2m1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -0.5f, -1., -1.5f, -2., -3., -4., -6.};
     static const float u4[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     /* Quantiles of the normal distribution, as bitsandbytes has them. */
     static const float nf4[16] = {-1.0f,

@@ -21,13 +21,14 @@ static fmoe_status check_fields(const fmoe_quant_matrix *m)
     if (q->flags & ~known)
         return fmoe_fail(FMOE_ERR_ARG, "%s.flags 0x%x has unknown bits, known are 0x%x", name, q->flags, known);
     if ((q->flags & FMOE_QUANT_HIGH_FIRST) && !fmoe_code_is_4bit(q->code))
-        return fmoe_fail(FMOE_ERR_ARG, "%s.flags has FMOE_QUANT_HIGH_FIRST, but code %d has 8 bits, not 4", name, q->code);
+        return fmoe_fail(FMOE_ERR_ARG, "%s.flags has FMOE_QUANT_HIGH_FIRST, but code %d has 8 bits, not 4", name,
+                         q->code);
     if ((q->flags & FMOE_QUANT_HALVES) && !m->halves)
         return fmoe_fail(FMOE_ERR_ARG,
                          "%s.flags has FMOE_QUANT_HALVES, which is for a stack with all gates, then all ups", name);
     if (q->group_rows < 0 || q->group_cols < 0)
-        return fmoe_fail(FMOE_ERR_ARG, "%s.group_rows is %d and group_cols %d, must not be negative", name, q->group_rows,
-                         q->group_cols);
+        return fmoe_fail(FMOE_ERR_ARG, "%s.group_rows is %d and group_cols %d, must not be negative", name,
+                         q->group_rows, q->group_cols);
     if (q->scale_type < 0 || q->scale_type > FMOE_SCALE_E4M3)
         return fmoe_fail(FMOE_ERR_ARG, "%s.scale_type is %d, must be 0 or a value of fmoe_scale_type (1, 2)", name,
                          q->scale_type);
@@ -60,8 +61,9 @@ fmoe_status fmoe_quant_args_of(fmoe_checker *c, const fmoe_quant_matrix *m, fmoe
     codes->types = TYPE_BYTE;
     codes->layout = LAYOUT_ROWS;
     codes->axes[m->list ? 1 : 2] = m->axes;
-    fmoe_arg scale = {m->names->scale, q->scale, m->role, q->scale_type ? TYPE_BYTE : TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS,
-                      {m->E, rows, columns}, m->list};
+    fmoe_arg scale = {
+        m->names->scale,       q->scale, m->role, q->scale_type ? TYPE_BYTE : TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS,
+        {m->E, rows, columns}, m->list};
     if (m->list) scale = (fmoe_arg){scale.name, scale.t, m->role, scale.types, LAYOUT_ROWS, {rows, columns}, m->list};
     args[(*n)++] = scale;
     if (q->zeros) {
@@ -80,10 +82,12 @@ fmoe_status fmoe_quant_args_of(fmoe_checker *c, const fmoe_quant_matrix *m, fmoe
 
 /* ---- weights to codes, and back ---- */
 
-static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmoe_quant_args *copy, const fmoe_quant_args **a)
+static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmoe_quant_args *copy,
+                                    const fmoe_quant_args **a)
 {
     static const fmoe_quant_names names = FMOE_QUANT_NAMES("quant");
-    const fmoe_plan_impl plan = {.d = {.device = {FMOE_CPU, 0}, .dtype = FMOE_F32}}; /* none: only what checks ask for */
+    const fmoe_plan_impl plan = {
+        .d = {.device = {FMOE_CPU, 0}, .dtype = FMOE_F32}}; /* none: only what checks ask for */
     const void *read;
     fmoe_checker c = fmoe_checker_begin(&plan);
     fmoe_arg args[5];
@@ -95,7 +99,8 @@ static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmo
     const fmoe_quant *q = (*a)->quant;
     if (!w || !q) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", w ? "quant" : "w");
     c.size[AXIS_E] = c.size[AXIS_N] = c.size[AXIS_K] = -1;
-    args[0] = (fmoe_arg){"w", w, back ? ARG_OUT : ARG_IN, TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS, {AXIS_E, AXIS_N, AXIS_K}, 0};
+    args[0] =
+        (fmoe_arg){"w", w, back ? ARG_OUT : ARG_IN, TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS, {AXIS_E, AXIS_N, AXIS_K}, 0};
     args[1] = (fmoe_arg){"codes", (*a)->codes, back ? ARG_IN : ARG_OUT, 0, LAYOUT_ROWS, {AXIS_E, AXIS_N}, 0};
     FMOE_TRY(fmoe_check_tensor(&c, &args[0], 0));
     const fmoe_quant_matrix m = {.quant = q,
@@ -110,8 +115,8 @@ static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmo
     if (!back && q->scale_type == FMOE_SCALE_E4M3)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "quant.scale_type is E4M3 (2): fmoe_quantize writes no such scales");
     if (!back && q->zeros && (q->code != FMOE_CODE_U4 || fmoe_tensor_dtype(q->zeros) != FMOE_BYTE))
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "quant.zeros is given with code %d: fmoe_quantize writes those of U4 (6), of 8 bits",
-                         q->code);
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "quant.zeros is given with code %d: fmoe_quantize writes those of U4 (6), of 8 bits", q->code);
     return fmoe_check_args(&c, args, n, NULL, 0);
 }
 
@@ -162,11 +167,12 @@ static fmoe_status check_foreign(const fmoe_repack_args *a)
     if (a->form < FMOE_REPACK_CT_INT4 || a->form > FMOE_REPACK_BNB_4BIT)
         return fmoe_fail(FMOE_ERR_ARG, "form is %d, must be a value of fmoe_repack (1 to 4)", a->form);
     if (N < 1 || K < 1 || __builtin_mul_overflow(N, K, &elements) || elements > INT64_MAX / 8)
-        return fmoe_fail(FMOE_ERR_ARG, "N is %" PRId64 " and K %" PRId64 ", must be positive and their product below 2^60", N, K);
+        return fmoe_fail(FMOE_ERR_ARG,
+                         "N is %" PRId64 " and K %" PRId64 ", must be positive and their product below 2^60", N, K);
     const bool by_rows = a->form == FMOE_REPACK_AWQ, words = a->form != FMOE_REPACK_BNB_4BIT;
     if (words ? (by_rows ? N : K) % 8 : K % 2)
-        return fmoe_fail(FMOE_ERR_SHAPE, "%s is %" PRId64 ", must be a multiple of %d in this form", by_rows ? "N" : "K",
-                         by_rows ? N : K, words ? 8 : 2);
+        return fmoe_fail(FMOE_ERR_SHAPE, "%s is %" PRId64 ", must be a multiple of %d in this form",
+                         by_rows ? "N" : "K", by_rows ? N : K, words ? 8 : 2);
     const fmoe_tensor *t = a->foreign;
     const int64_t shape[5][2] = {{0, 0}, {N, K / 8}, {K / 8, N}, {K, N / 8}, {N * K / 2, 1}};
     if (!t) return fmoe_fail(FMOE_ERR_NULL, "foreign is NULL");
@@ -174,8 +180,8 @@ static fmoe_status check_foreign(const fmoe_repack_args *a)
         return fmoe_fail(FMOE_ERR_SHAPE, "foreign has another shape than %s = %" PRId64 " x %" PRId64, names[a->form],
                          shape[a->form][0], shape[a->form][1]);
     if (fmoe_tensor_dtype(t) != (words ? -32 : FMOE_BYTE))
-        return fmoe_fail(FMOE_ERR_DTYPE, "foreign has a dtype of %d bits (code %d), expected %s", t->dtype.bits, t->dtype.code,
-                         words ? "int32" : "8 bits");
+        return fmoe_fail(FMOE_ERR_DTYPE, "foreign has a dtype of %d bits (code %d), expected %s", t->dtype.bits,
+                         t->dtype.code, words ? "int32" : "8 bits");
     return FMOE_OK;
 }
 

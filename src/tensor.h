@@ -42,7 +42,7 @@ enum {                /* accepted dtypes of an argument */
        TYPE_INT = 4,  /* int32, int64 */
        TYPE_INT64 = 8,
        TYPE_BYTE = 16,
-       TYPE_F32 = 32, /* whatever the plan's is */
+       TYPE_F32 = 32,  /* whatever the plan's is */
        TYPE_16BIT = 64 /* bf16, f16 */
 };
 

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * quant.c - quantised weights. A descriptor is a tuple in Python: (code, flags, group_rows, group_cols, scale_type, zero, scale,
- * zeros, scale2), the last two tensors or None. */
+ * quant.c - quantised weights. A descriptor is a tuple in Python: (code, flags, group_rows, group_cols, scale_type,
+ * zero, scale, zeros, scale2), the last two tensors or None. */
 #include "core.h"
 
 enum { CODE, FLAGS, GROUP_ROWS, GROUP_COLS, SCALE_TYPE, ZERO, SCALE, ZEROS, SCALE2, FIELDS };
 
-int take_quant(call *c, PyObject *o, const fmoe_quant **out) {
+int take_quant(call *c, PyObject *o, const fmoe_quant **out)
+{
     if (!PyTuple_Check(o) || PyTuple_Size(o) != FIELDS || c->n_quants == 2)
         return PyErr_Format(PyExc_TypeError, "%s: %s is not a tuple of %d", c->op, c->argument, FIELDS), -1;
     fmoe_quant *q = &c->quants[c->n_quants++];
@@ -26,7 +27,8 @@ int take_quant(call *c, PyObject *o, const fmoe_quant **out) {
     return 0;
 }
 
-PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
+PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n)
+{
     (void)self;
     if (n != 4) return PyErr_Format(PyExc_TypeError, "quantize(back, w, codes, quant)");
     const int back = PyObject_IsTrue(args[0]);
@@ -36,7 +38,8 @@ PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n) {
     c.op = "quantize", c.argument = "w";
     fmoe_quant_args a = {.size = sizeof a};
     fmoe_status s = FMOE_OK;
-    const bool taken = (a.w = take(&c, args[1], AS_IS)) && (a.codes = take(&c, args[2], AS_IS)) && !take_quant(&c, args[3], &a.quant);
+    const bool taken =
+        (a.w = take(&c, args[1], AS_IS)) && (a.codes = take(&c, args[2], AS_IS)) && !take_quant(&c, args[3], &a.quant);
     if (taken) {
         Py_BEGIN_ALLOW_THREADS
         s = back ? fmoe_dequantize(&a) : fmoe_quantize(&a);

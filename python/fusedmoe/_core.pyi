@@ -19,6 +19,8 @@ ACTIVATION_FORWARD: int
 ACTIVATION_BACKWARD: int
 EXPERTS_FORWARD: int
 EXPERTS_BACKWARD: int
+EXPERTS_QUANT_FORWARD: int
+EXPERTS_QUANT_BACKWARD: int
 BLOCK_FORWARD: int
 BLOCK_BACKWARD: int
 
@@ -28,6 +30,7 @@ def plan(
     act: int, flags: int, alpha: float, limit: float, rule: tuple[Any, ...] | None, threads: int, /,
 ) -> int: ...  # fmt: skip
 def plan_destroy(plan: int, /) -> None: ...
+def quantize(back: bool, w: Tensor, codes: Tensor, quant: tuple[Any, ...], /) -> None: ...
 def describe(plan: int, /) -> str: ...
 def workspace_bytes(plan: int, pass_: int, T: int, /) -> int: ...
 def saved_bytes(plan: int, T: int, tensor: Tensor = ..., /) -> int: ...

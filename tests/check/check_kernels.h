@@ -10,8 +10,8 @@ typedef void check_bench_fn(const check_kernel *k, const fmoe_kernels *table, in
 
 check_draw_fn check_gemm, check_gemm_kmajor_few_rows, check_gemm_nmajor_inplace, check_wgrad, check_pack, check_load,
     check_store, check_round, check_store_block, check_act_block, check_act_backward, check_add_rows, check_axpy,
-    check_dot, check_softmax, check_peak, check_pack_wgrad_left, check_pack_tiles, check_gemm_inplace,
-    check_dequant, check_gemm_coded_few_rows;
+    check_dot, check_softmax, check_peak, check_pack_wgrad_left, check_pack_tiles, check_gemm_inplace, check_dequant,
+    check_gemm_coded_few_rows;
 check_bench_fn bench_gemm, bench_gemm_nmajor_inplace, bench_wgrad, bench_gemm_inplace, bench_pack, bench_convert,
     bench_round, bench_store_block, bench_act, bench_sum, bench_softmax, bench_dequant;
 

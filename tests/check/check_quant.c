@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * check_quant.c - the kernel that decodes quantised weights, against the reference, bit for bit. Codes and scales end at
- * a forbidden page. */
+ * check_quant.c - the kernel that decodes quantised weights, against the reference, bit for bit. Codes and scales end
+ * at a forbidden page. */
 #include "check_kernels.h"
 #include "cpu/ref/ref.h"
 
@@ -21,7 +21,12 @@ static fmoe_tensor *grid(int dtype, int64_t rows, int64_t cols)
     }
     for (int64_t i = 0; i < rows * cols; i++) {
         const int64_t kind = check_below(12);
-        check_set(t, i, kind == 0 ? 0 : kind == 1 ? NAN : kind == 2 ? INFINITY : ldexp(check_uniform() - 0.5, (int)check_below(kind == 3 ? 130 : 8) - (kind == 3 ? 130 : 6)));
+        check_set(t, i,
+                  kind == 0   ? 0
+                  : kind == 1 ? NAN
+                  : kind == 2
+                      ? INFINITY
+                      : ldexp(check_uniform() - 0.5, (int)check_below(kind == 3 ? 130 : 8) - (kind == 3 ? 130 : 6)));
     }
     return t;
 }
@@ -29,7 +34,8 @@ static fmoe_tensor *grid(int dtype, int64_t rows, int64_t cols)
 void check_dequant(const check_kernel *k, int64_t index)
 {
     CHECK_KERNEL_FN(dequant, fmoe_dequant_fn, k, &check_table);
-    static const float lut[16] = {-3, -2, -1, -0.5f, -0.25f, -0.125f, -0.f, 0, 0.1f, 0.2f, 0.3f, 0.7f, 1, 2, 3, INFINITY};
+    static const float lut[16] = {-3,   -2,   -1,   -0.5f, -0.25f, -0.125f, -0.f, 0,
+                                  0.1f, 0.2f, 0.3f, 0.7f,  1,      2,       3,    INFINITY};
     const int32_t code = 1 + (int32_t)(index % 7);
     const int64_t N = 2 * check_size(20), K = check_size(700);
     fmoe_quant q = FMOE_QUANT_INIT;
@@ -39,8 +45,10 @@ void check_dequant(const check_kernel *k, int64_t index)
     q.group_rows = (int32_t)CHECK_PICK(0, 1, 1, 3, 128);
     q.group_cols = (int32_t)CHECK_PICK(0, 1, 7, 16, 32, 64, 128, 33);
     const int64_t part = q.flags & FMOE_QUANT_HALVES ? N / 2 : N;
-    const int64_t rows = (q.group_rows ? fmoe_ceil_div(part, q.group_rows) : 1) * (N / part), cols = q.group_cols ? fmoe_ceil_div(K, q.group_cols) : 1;
-    const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16), scale_dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16, FMOE_BYTE);
+    const int64_t rows = (q.group_rows ? fmoe_ceil_div(part, q.group_rows) : 1) * (N / part),
+                  cols = q.group_cols ? fmoe_ceil_div(K, q.group_cols) : 1;
+    const int dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16),
+              scale_dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16, FMOE_BYTE);
     if (scale_dtype == FMOE_BYTE) q.scale_type = 1 + (int32_t)check_below(2);
     q.scale = grid(scale_dtype, rows, cols);
     const bool integer = code == FMOE_CODE_U4 || code == FMOE_CODE_S8;
@@ -69,8 +77,10 @@ void check_dequant(const check_kernel *k, int64_t index)
                     .scale2 = 1,
                     .table = fmoe_code_is_4bit(code) ? fmoe_code_table(code, lut) : NULL};
     for (int draw = 0; draw < 4 && !check_failed(); draw++) {
-        const int64_t row = draw ? check_below(N) : N - 1, k0 = draw > 1 ? check_below(K) : 0, n = draw > 2 ? 1 + check_below(K - k0) : K - k0;
-        check_note("code %d flags %u N=%" PRId64 " K=%" PRId64 " groups %dx%d dtype %d scale %d/%d, row %" PRId64 " from %" PRId64 ", %" PRId64,
+        const int64_t row = draw ? check_below(N) : N - 1, k0 = draw > 1 ? check_below(K) : 0,
+                      n = draw > 2 ? 1 + check_below(K - k0) : K - k0;
+        check_note("code %d flags %u N=%" PRId64 " K=%" PRId64 " groups %dx%d dtype %d scale %d/%d, row %" PRId64
+                   " from %" PRId64 ", %" PRId64,
                    code, q.flags, N, K, q.group_rows, q.group_cols, dtype, scale_dtype, q.scale_type, row, k0, n);
         const size_t element = fmoe_dtype_size(dtype);
         char *dst = check_guarded((size_t)n * element, element);
@@ -82,7 +92,8 @@ void check_dequant(const check_kernel *k, int64_t index)
             uint16_t bits;
             if (dtype == FMOE_F32) memcpy(&got, dst + 4 * i, 4);
             else memcpy(&bits, dst + 2 * i, 2);
-            if (dtype == FMOE_BF16) got = fmoe_bf16_to_float(bits), rounded = fmoe_bf16_to_float(fmoe_float_to_bf16(want));
+            if (dtype == FMOE_BF16)
+                got = fmoe_bf16_to_float(bits), rounded = fmoe_bf16_to_float(fmoe_float_to_bf16(want));
             if (dtype == FMOE_F16) got = fmoe_f16_to_float(bits), rounded = fmoe_f16_to_float(fmoe_float_to_f16(want));
             if (isnan(rounded) ? !isnan(got) : memcmp(&got, &rounded, 4) != 0)
                 check_fail("weight %" PRId64 " is %a, not %a", k0 + i, (double)got, (double)rounded);
@@ -98,8 +109,17 @@ void bench_dequant(const check_kernel *k, const fmoe_kernels *table, int64_t *it
     static uint16_t dst[1024];
     BENCH_FILL(codes);
     BENCH_FILL(scales);
-    const fmoe_coded m = {.code = FMOE_CODE_NF4, .codes = codes, .step = 512, .group_rows = 1, .group_cols = 64, .half = INT64_MAX,
-                          .scale = (const char *)scales, .scale_step = 16, .scale_dtype = FMOE_F32, .scale2 = 1, .table = fmoe_code_table(FMOE_CODE_NF4, NULL)};
+    const fmoe_coded m = {.code = FMOE_CODE_NF4,
+                          .codes = codes,
+                          .step = 512,
+                          .group_rows = 1,
+                          .group_cols = 64,
+                          .half = INT64_MAX,
+                          .scale = (const char *)scales,
+                          .scale_step = 16,
+                          .scale_dtype = FMOE_F32,
+                          .scale2 = 1,
+                          .table = fmoe_code_table(FMOE_CODE_NF4, NULL)};
     for (int64_t row = 0; row < 16; row++) dequant(dst, FMOE_BF16, &m, row, 0, 1024);
     *items = 16 * 1024;
     *flops = 0;
@@ -115,7 +135,8 @@ void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
     const int32_t code = codes_of[index % 5];
     const bool four = fmoe_code_is_4bit(code);
     const int64_t K = 32 * (1 + check_below(20)), k0 = 32 * check_below(K / 32), kc = K - k0;
-    const int64_t chunk = check_below(2) ? 32 * (1 + check_below(8)) : kc, rows = 1 + check_below(20), first_row = check_below(2) * 4;
+    const int64_t chunk = check_below(2) ? 32 * (1 + check_below(8)) : kc, rows = 1 + check_below(20),
+                  first_row = check_below(2) * 4;
     fmoe_coded m = {.code = code,
                     .high_first = four && check_below(2),
                     .group_rows = code == FMOE_CODE_E4M3 ? CHECK_PICK(4, 128) : CHECK_PICK(1, 2, 128),
@@ -136,8 +157,8 @@ void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
     m.codes = codes;
     m.scale = scale->data;
     m.scale_step = cols;
-    check_note("code %d K=%" PRId64 " from %" PRId64 " by %" PRId64 ", %" PRId64 " rows, groups %dx%d", code, K, k0, chunk, rows,
-               (int)m.group_rows, (int)fmoe_min(m.group_cols, K));
+    check_note("code %d K=%" PRId64 " from %" PRId64 " by %" PRId64 ", %" PRId64 " rows, groups %dx%d", code, K, k0,
+               chunk, rows, (int)m.group_rows, (int)fmoe_min(m.group_cols, K));
     const void *a[20];
     for (int64_t i = 0; i < rows; i++) {
         uint16_t *row = check_guarded((size_t)kc * 2, 2);
@@ -150,8 +171,13 @@ void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
     float *got = check_guarded(sums, 4), *want = check_guarded(sums, 4);
     for (int64_t i = 0; i < rows * FMOE_NB; i++) got[i] = want[i] = (float)i;
     const int first = (int)check_below(2);
-    fmoe_walk none = {.at = (const char *)decoded, .half = {(const char *)decoded, (const char *)decoded}, .in_run = 1, .length = 1, .per_half = 1};
-    check_table.gemm_kmajor_few_rows_bf16(rows, kc, chunk, a, (const char *)decoded, kc * 2, want, FMOE_NB, first, &none);
+    fmoe_walk none = {.at = (const char *)decoded,
+                      .half = {(const char *)decoded, (const char *)decoded},
+                      .in_run = 1,
+                      .length = 1,
+                      .per_half = 1};
+    check_table.gemm_kmajor_few_rows_bf16(rows, kc, chunk, a, (const char *)decoded, kc * 2, want, FMOE_NB, first,
+                                          &none);
     gemm(rows, k0, kc, chunk, a, &m, first_row, got, FMOE_NB, first);
     for (int64_t i = 0; i < rows * FMOE_NB && !check_failed(); i++)
         if (memcmp(&got[i], &want[i], 4) && !(isnan(got[i]) && isnan(want[i])))

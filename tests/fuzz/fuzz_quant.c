@@ -37,7 +37,8 @@ static int64_t small(int64_t n) { return n < 0 ? 0 : n > 200 ? 200 : n; }
 
 static fmoe_quant *draw_quant(fuzz_input *in, int64_t E, int64_t N, int64_t K, fmoe_tensor **codes)
 {
-    static const float lut[16] = {-1, -0.7f, -0.5f, -0.3f, -0.2f, -0.1f, 0, 0.1f, 0.2f, 0.3f, 0.4f, 0.5f, 0.6f, 0.7f, 0.8f, 1};
+    static const float lut[16] = {-1,   -0.7f, -0.5f, -0.3f, -0.2f, -0.1f, 0,    0.1f,
+                                  0.2f, 0.3f,  0.4f,  0.5f,  0.6f,  0.7f,  0.8f, 1};
     fmoe_quant *q = fuzz_alloc(4096); /* as much as a size may claim to have */
     *q = FMOE_QUANT_INIT;
     q->size = (size_t)about(in, (int64_t)sizeof *q);
@@ -51,7 +52,8 @@ static fmoe_quant *draw_quant(fuzz_input *in, int64_t E, int64_t N, int64_t K, f
     const int64_t rows = q->group_rows > 0 ? (N + q->group_rows - 1) / q->group_rows : 1;
     const int64_t cols = q->group_cols > 0 ? (K + q->group_cols - 1) / q->group_cols : 1;
     q->scale = grid_of(in, dtype, small(about(in, E)), small(about(in, rows)), small(about(in, cols)));
-    if (integer && fuzz_byte(in) % 2) q->zeros = grid_of(in, fuzz_byte(in) % 2 ? FMOE_BYTE : FMOE_F32, E, rows, small(about(in, cols)));
+    if (integer && fuzz_byte(in) % 2)
+        q->zeros = grid_of(in, fuzz_byte(in) % 2 ? FMOE_BYTE : FMOE_F32, E, rows, small(about(in, cols)));
     else if (fuzz_byte(in) < (integer ? 128 : 4)) q->zero = fuzz_float(in);
     if (fuzz_byte(in) % 3 == 0) {
         fmoe_tensor *t = fuzz_tensor(FMOE_F32, 1, fuzz_byte(in) % 2 ? 1 : E, 1, 1);
@@ -104,7 +106,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (status == FMOE_OK && !decoded) FUZZ_FAIL("a layer read what fmoe_dequantize refuses: %s", fmoe_last_error());
     if (status == FMOE_OK && forward(&l, &plain, l.d.flags, want) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());
     for (int64_t i = 0; status == FMOE_OK && i < fuzz_count(got); i++)
-        if (!same_number(got, want, i)) FUZZ_FAIL("out[%" PRId64 "] is %g, on decoded weights %g", i, fuzz_get(got, i), fuzz_get(want, i));
+        if (!same_number(got, want, i))
+            FUZZ_FAIL("out[%" PRId64 "] is %g, on decoded weights %g", i, fuzz_get(got, i), fuzz_get(want, i));
     if (decoded) fmoe_quantize(&first); /* whatever it says, it stays in bounds */
     fuzz_done();
     return 0;

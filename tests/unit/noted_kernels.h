@@ -63,8 +63,8 @@ static _Atomic uint64_t called;
 #define RETURN_dequant
 #define RESULT_dequant void
 #define ARGS_gemm_coded_few_rows                                                                                       \
-    (int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m, int64_t row, float *c,  \
-     int64_t ldc, int first)
+    (int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m, int64_t row,      \
+     float *c, int64_t ldc, int first)
 #define PASS_gemm_coded_few_rows (rows, k0, kc, chunk, a, m, row, c, ldc, first)
 #define RETURN_gemm_coded_few_rows
 #define RESULT_gemm_coded_few_rows void

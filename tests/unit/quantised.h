@@ -32,7 +32,8 @@ static const quant_format quant_formats[FORMATS] = {
     {"one scale", FMOE_CODE_E4M3, 0, 0, 0, FMOE_F32, 0, 0, false, false},
 };
 
-static const float quant_lut[16] = {-3, -2, -1.5f, -1, -0.75f, -0.5f, -0.25f, -0.f, 0, 0.1f, 0.3f, 0.6f, 1, 1.25f, 2, 3};
+static const float quant_lut[16] = {-3, -2,   -1.5f, -1,   -0.75f, -0.5f, -0.25f, -0.f,
+                                    0,  0.1f, 0.3f,  0.6f, 1,      1.25f, 2,      3};
 
 typedef struct quantised {
     fmoe_quant q;
@@ -70,7 +71,8 @@ static inline quantised quant_draw(const quant_format *f, int64_t E, int64_t N, 
 {
     quantised w = {.q = FMOE_QUANT_INIT, .E = E, .N = N, .K = K};
     const int64_t part = halves ? N / 2 : N;
-    const int64_t rows = (halves ? 2 : 1) * (f->rows ? (part + f->rows - 1) / f->rows : 1), cols = f->cols ? (K + f->cols - 1) / f->cols : 1;
+    const int64_t rows = (halves ? 2 : 1) * (f->rows ? (part + f->rows - 1) / f->rows : 1),
+                  cols = f->cols ? (K + f->cols - 1) / f->cols : 1;
     w.codes = bytes_new(E, N, fmoe_code_bytes(f->code, K), test_below(2) * 5);
     uint8_t *codes = w.codes->data;
     for (int64_t e = 0; e < E; e++) /* no NaN, but where a test wants one */
@@ -78,7 +80,10 @@ static inline quantised quant_draw(const quant_format *f, int64_t E, int64_t N, 
             uint8_t *c = &codes[e * w.codes->strides[0] + i / K * w.codes->strides[1] + i % K];
             if ((*c & 0x7f) == 0x7f) *c = 0x38;
         }
-    const double most = f->code == FMOE_CODE_S8 ? 127 : f->code == FMOE_CODE_U4 ? 8 : f->code == FMOE_CODE_E4M3 ? 448 : 2;
+    const double most = f->code == FMOE_CODE_S8     ? 127
+                        : f->code == FMOE_CODE_U4   ? 8
+                        : f->code == FMOE_CODE_E4M3 ? 448
+                                                    : 2;
     w.q.code = f->code;
     w.q.flags = f->flags | (halves ? FMOE_QUANT_HALVES : 0);
     w.q.group_rows = f->rows;

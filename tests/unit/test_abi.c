@@ -117,10 +117,7 @@ static size_t print_struct(char *text, size_t n, const char *name, size_t size, 
     return used;
 }
 
-#define F(s, m)                                                                                                        \
-    {                                                                                                                  \
-#m, offsetof(s, m), sizeof(((s *)0)->m)                                                                        \
-    }
+#define F(s, m) {#m, offsetof(s, m), sizeof(((s *)0)->m)}
 #define STRUCT(s, ...)                                                                                                 \
     do {                                                                                                               \
         const field f_[] = {__VA_ARGS__};                                                                              \
@@ -161,9 +158,8 @@ TEST(struct_layouts)
     STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),
            F(fmoe_weights, gate), F(fmoe_weights, up), F(fmoe_weights, down), F(fmoe_weights, lora_a1),
            F(fmoe_weights, lora_b1), F(fmoe_weights, lora_a2), F(fmoe_weights, lora_b2), F(fmoe_weights, lora_scale1),
-           F(fmoe_weights, lora_scale2), F(fmoe_weights, packed), F(fmoe_weights, packed_bytes), F(fmoe_weights, quant1),
-           F(fmoe_weights, quant2), F(fmoe_weights, quant_gate),
-           F(fmoe_weights, reserved));
+           F(fmoe_weights, lora_scale2), F(fmoe_weights, packed), F(fmoe_weights, packed_bytes),
+           F(fmoe_weights, quant1), F(fmoe_weights, quant2), F(fmoe_weights, quant_gate), F(fmoe_weights, reserved));
     STRUCT(fmoe_quant, F(fmoe_quant, size), F(fmoe_quant, code), F(fmoe_quant, flags), F(fmoe_quant, group_rows),
            F(fmoe_quant, group_cols), F(fmoe_quant, scale_type), F(fmoe_quant, zero), F(fmoe_quant, scale),
            F(fmoe_quant, zeros), F(fmoe_quant, scale2), F(fmoe_quant, lut));

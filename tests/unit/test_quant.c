@@ -10,7 +10,10 @@
 static double reference(const quantised *w, int64_t e, int64_t n, int64_t k)
 {
     const ref_vec row = {.p = (char *)w->codes->data + e * fmoe_stride(w->codes, 0) + n * fmoe_stride(w->codes, 1),
-                         .quant = &w->q, .e = e, .n = n, .N = w->N};
+                         .quant = &w->q,
+                         .e = e,
+                         .n = n,
+                         .N = w->N};
     return fmoe_ref_weight(&row, k);
 }
 
@@ -106,7 +109,9 @@ static fmoe_quant *quant_slices(const fmoe_quant *q, int64_t E)
     if (q->zeros) list->zeros = tensor_slices((fmoe_tensor *)(uintptr_t)q->zeros);
     if (q->scale2) {
         fmoe_tensor *ones = test_alloc((size_t)E * sizeof *ones);
-        for (int64_t e = 0; e < E; e++) ones[e] = *tensor_over((float *)q->scale2->data + (q->scale2->shape[0] > 1 ? e : 0), FMOE_F32, SHAPE(1), NULL);
+        for (int64_t e = 0; e < E; e++)
+            ones[e] =
+                *tensor_over((float *)q->scale2->data + (q->scale2->shape[0] > 1 ? e : 0), FMOE_F32, SHAPE(1), NULL);
         list->scale2 = ones;
     }
     return list;
@@ -137,7 +142,8 @@ static void compare_layers(const char *level, int f, int64_t H, int64_t I, int64
     if (l.d.flags & FMOE_BIAS) l.w.b1 = tensor_random(tensor_new(FMOE_F32, SHAPE(E, C)), 1);
     if (l.d.flags & FMOE_BIAS) l.w.b2 = tensor_random(tensor_new(dtype, SHAPE(E, H)), 1);
     const bool halves = gated && !list && !(l.d.flags & FMOE_INTERLEAVED) && test_below(2);
-    const quantised w1 = quant_draw(&quant_formats[f], E, list ? I : C, H, halves), gate = quant_draw(&quant_formats[f], E, I, H, false),
+    const quantised w1 = quant_draw(&quant_formats[f], E, list ? I : C, H, halves),
+                    gate = quant_draw(&quant_formats[f], E, I, H, false),
                     w2 = quant_draw(&quant_formats[test_below(3) ? f : test_below(FORMATS)], E, H, I, false);
     layer plain = l;
     l.d.flags |= FMOE_QUANT;
@@ -156,15 +162,16 @@ static void compare_layers(const char *level, int f, int64_t H, int64_t I, int64
     for (int threads = 1; threads <= 2; threads++) {
         l.d.threads = threads;
         const results got = run_layer(&l);
-        const fmoe_tensor *const pairs[][2] = {{got.out, want.out}, {got.dx, want.dx}, {got.dp, want.dp},
+        const fmoe_tensor *const pairs[][2] = {{got.out, want.out}, {got.dx, want.dx},   {got.dp, want.dp},
                                                {got.db1, want.db1}, {got.da1, want.da1}, {got.db2, want.db2}};
         static const char *const names[] = {"out", "dx", "dp", "db1", "da1", "dB2"};
         for (int i = 0; i < 6; i++) {
             const int64_t n = pairs[i][0] ? differences(pairs[i][0], pairs[i][1]) : 0;
             if (n)
-                TEST_FAIL("%s, %s, dtype %d, %d threads, %s: %d differ (H=%d I=%d E=%d k=%d T=%d act=%d flags=%u list=%d)",
-                          level, quant_formats[f].name, dtype, threads, names[i], (int)n, (int)H, (int)I, (int)E,
-                          (int)l.d.k, (int)T, l.d.act, l.d.flags, list);
+                TEST_FAIL(
+                    "%s, %s, dtype %d, %d threads, %s: %d differ (H=%d I=%d E=%d k=%d T=%d act=%d flags=%u list=%d)",
+                    level, quant_formats[f].name, dtype, threads, names[i], (int)n, (int)H, (int)I, (int)E, (int)l.d.k,
+                    (int)T, l.d.act, l.d.flags, list);
         }
     }
 }
@@ -176,10 +183,12 @@ TEST(the_layer_has_the_bits_of_the_one_on_decoded_weights)
         CHECK_STATUS(fmoe_cpu_set_max_isa(name), FMOE_OK);
         for (int f = 0; f < 2 * FORMATS; f++) {
             static const int64_t tokens[] = {1, 3, 8, 40};
-            const int64_t H = test_below(2) ? 64 * (1 + test_below(4)) : 1 + test_below(200), I = test_below(2) ? 64 : 1 + test_below(90);
+            const int64_t H = test_below(2) ? 64 * (1 + test_below(4)) : 1 + test_below(200),
+                          I = test_below(2) ? 64 : 1 + test_below(90);
             compare_layers(name, f % FORMATS, H, I, tokens[test_below(4)], 1 + (int)test_below(3), false);
         }
-        if (level) compare_layers(name, (int)test_below(5), 1152, 640, 150, FMOE_BF16, true); /* chunks and panels, whole */
+        if (level)
+            compare_layers(name, (int)test_below(5), 1152, 640, 150, FMOE_BF16, true); /* chunks and panels, whole */
         if (level) compare_layers(name, (int)test_below(5), 2080, 576, 6, FMOE_BF16, true);
     }
     fmoe_cpu_set_max_isa(NULL);
@@ -188,7 +197,8 @@ TEST(the_layer_has_the_bits_of_the_one_on_decoded_weights)
 /* The reference itself on codes: a layer in double is near the one in f32. */
 TEST(a_plan_of_f64_reads_codes)
 {
-    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 70, true), w2 = quant_draw(&quant_formats[3], 2, 70, 6, false);
+    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 70, true),
+                    w2 = quant_draw(&quant_formats[3], 2, 70, 6, false);
     layer l = {.d = FMOE_DESC_INIT, .T = 4};
     l.d.op = FMOE_OP_EXPERTS, l.d.H = 70, l.d.I = 6, l.d.E = 2, l.d.k = 2, l.d.flags = FMOE_QUANT;
     l.ids = tensor_random_int(tensor_new(I32, SHAPE(4, 2)), 2);
@@ -222,9 +232,12 @@ TEST(codes_are_the_nearest)
         REQUIRE(fmoe_quantize(&a) == FMOE_OK);
         const fmoe_tensor *back = quant_weights(&w, FMOE_F32);
         for (int64_t i = 0; i < E * N * K; i++) { /* no other code of the group is nearer */
-            const int64_t e = i / K / N, n = i / K % N, k = i % K, high = (k % 2 == 1) != ((w.q.flags & FMOE_QUANT_HIGH_FIRST) != 0);
+            const int64_t e = i / K / N, n = i / K % N, k = i % K,
+                          high = (k % 2 == 1) != ((w.q.flags & FMOE_QUANT_HIGH_FIRST) != 0);
             const bool four = fmoe_code_is_4bit(w.q.code);
-            uint8_t *at = (uint8_t *)w.codes->data + e * fmoe_stride(w.codes, 0) + n * fmoe_stride(w.codes, 1) + (four ? k / 2 : k), was = *at;
+            uint8_t *at = (uint8_t *)w.codes->data + e * fmoe_stride(w.codes, 0) + n * fmoe_stride(w.codes, 1) +
+                          (four ? k / 2 : k),
+                    was = *at;
             const double x = tensor_get(weights, i), error = fabs(tensor_get(back, i) - x);
             double least = INFINITY;
             for (int c = 0; c < (four ? 16 : 256); c++) {
@@ -234,7 +247,8 @@ TEST(codes_are_the_nearest)
             }
             *at = was;
             if (error > least * 1.0001 + 1e-9) {
-                TEST_FAIL("%s: %g became %g, an error of %g where %g is possible", format->name, x, tensor_get(back, i), error, least);
+                TEST_FAIL("%s: %g became %g, an error of %g where %g is possible", format->name, x, tensor_get(back, i),
+                          error, least);
                 return;
             }
         }
@@ -245,7 +259,8 @@ TEST(foreign_packings_go_there_and_back)
 {
     for (int form = FMOE_REPACK_CT_INT4; form <= FMOE_REPACK_BNB_4BIT; form++) {
         const int64_t N = 16, K = 24, words[5][2] = {{0, 0}, {N, K / 8}, {K / 8, N}, {K, N / 8}, {N * K / 2, 1}};
-        fmoe_tensor *foreign = tensor_new(form == FMOE_REPACK_BNB_4BIT ? FMOE_BYTE : I32, SHAPE(words[form][0], words[form][1]));
+        fmoe_tensor *foreign =
+            tensor_new(form == FMOE_REPACK_BNB_4BIT ? FMOE_BYTE : I32, SHAPE(words[form][0], words[form][1]));
         uint8_t before[16 * 12];
         for (size_t i = 0; i < sizeof before; i++) before[i] = ((uint8_t *)foreign->data)[i] = (uint8_t)test_random();
         fmoe_tensor *codes = tensor_new(FMOE_BYTE, SHAPE(N, K / 2));
@@ -280,10 +295,12 @@ static fmoe_status forward_with(const layer *l)
 
 TEST(bad_descriptors_are_named)
 {
-    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 64, false), w2 = quant_draw(&quant_formats[5], 2, 64, 6, false);
+    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 64, false),
+                    w2 = quant_draw(&quant_formats[5], 2, 64, 6, false);
     fmoe_quant q = w1.q, int4 = w2.q;
     layer l = {.d = FMOE_DESC_INIT, .T = 3};
-    l.d.op = FMOE_OP_EXPERTS, l.d.dtype = FMOE_BF16, l.d.H = 64, l.d.I = 6, l.d.E = 2, l.d.k = 1, l.d.flags = FMOE_QUANT;
+    l.d.op = FMOE_OP_EXPERTS, l.d.dtype = FMOE_BF16, l.d.H = 64, l.d.I = 6, l.d.E = 2, l.d.k = 1,
+    l.d.flags = FMOE_QUANT;
     l.x = tensor_random(tensor_new(FMOE_BF16, SHAPE(3, 64)), 1);
     l.ids = tensor_random_int(tensor_new(I32, SHAPE(3, 1)), 2);
     l.p = tensor_fill(tensor_new(FMOE_F32, SHAPE(3, 1)), 1);
@@ -331,16 +348,21 @@ TEST(bad_descriptors_are_named)
 
 TEST(a_gradient_of_quantised_weights_is_refused)
 {
-    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 64, false), w2 = quant_draw(&quant_formats[3], 2, 64, 6, false);
+    const quantised w1 = quant_draw(&quant_formats[0], 2, 12, 64, false),
+                    w2 = quant_draw(&quant_formats[3], 2, 64, 6, false);
     fmoe_desc d = FMOE_DESC_INIT;
-    d.op = FMOE_OP_EXPERTS, d.dtype = FMOE_BF16, d.H = 64, d.I = 6, d.E = 2, d.k = 1, d.flags = FMOE_QUANT | FMOE_RECOMPUTE;
+    d.op = FMOE_OP_EXPERTS, d.dtype = FMOE_BF16, d.H = 64, d.I = 6, d.E = 2, d.k = 1,
+    d.flags = FMOE_QUANT | FMOE_RECOMPUTE;
     fmoe_plan plan;
     fmoe_run run = FMOE_RUN_INIT;
     CHECK_STATUS(fmoe_plan_create(&plan, &d), FMOE_OK);
     CHECK_STATUS(fmoe_workspace_bytes(plan, FMOE_BACKWARD, 3, &run.workspace_bytes), FMOE_OK);
     run.workspace = test_alloc(run.workspace_bytes);
     const fmoe_tensor *x = tensor_random(tensor_new(FMOE_BF16, SHAPE(3, 64)), 1);
-    fmoe_experts_args a = {.size = sizeof a, .x = x, .dout = x, .ids = tensor_new(I32, SHAPE(3, 1)),
+    fmoe_experts_args a = {.size = sizeof a,
+                           .x = x,
+                           .dout = x,
+                           .ids = tensor_new(I32, SHAPE(3, 1)),
                            .weights = tensor_fill(tensor_new(FMOE_F32, SHAPE(3, 1)), 1),
                            .w = {.w1 = w1.codes, .w2 = w2.codes, .quant1 = &w1.q, .quant2 = &w2.q}};
     a.dw.w2 = tensor_new(FMOE_BF16, SHAPE(2, 64, 6));

@@ -364,9 +364,9 @@ TEST(structs_that_have_grown)
             CHECK_EQ(copy[now], 0xee);
             size_t from = sizeof size; /* what was given comes in its order, the rest is zero */
             for (size_t i = from; i < now; i++) {
-                const bool spare = size == first && first < was &&
-                                   (i - offsetof(fmoe_experts_args, w.quant1) < 64 ||
-                                    i - offsetof(fmoe_experts_args, dw.quant1) < 64);
+                const bool spare =
+                    size == first && first < was &&
+                    (i - offsetof(fmoe_experts_args, w.quant1) < 64 || i - offsetof(fmoe_experts_args, dw.quant1) < 64);
                 const int want = spare || from >= size ? 0 : bytes[from++];
                 if (copy[i] != want) TEST_FAIL("size %zu: byte %zu is %d, not %d", size, i, copy[i], want);
             }

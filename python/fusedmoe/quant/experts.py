@@ -23,25 +23,30 @@ def is_quantised(w: Sequence[Any]) -> bool:
 def _plan(x: Tensor, ids: Tensor, w: Sequence[Tensor], layer: tuple) -> int:
     act, flags, alpha, limit = layer
     sizes = ops.layer_sizes(w, act, flags, x.shape[-1])
-    return ops._plan(ops.EXPERTS, x.dtype, x.device, torch.get_num_threads(), *sizes, int(ids.shape[1]), 0, 0, 0, act, flags | QUANT, alpha, limit)
+    threads, k = torch.get_num_threads(), int(ids.shape[1])
+    return ops._plan(ops.EXPERTS, x.dtype, x.device, threads, *sizes, k, 0, 0, 0, act, flags | QUANT, alpha, limit)
 
 
 def _slots(w: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple | None]]:
     """What _core takes for w: codes in the place of weights, and the descriptors of the two matrices."""
-    return [t.codes if isinstance(t, QuantTensor) else t for t in w], [t.descriptor() if isinstance(t, QuantTensor) else None for t in w[:2]]
+    descriptors = [t.descriptor() if isinstance(t, QuantTensor) else None for t in w[:2]]
+    return [t.codes if isinstance(t, QuantTensor) else t for t in w], descriptors
 
 
-def _forward(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], layer: tuple, scales: Sequence[float], save: bool) -> tuple[Tensor, Tensor | None]:
+def _forward(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], layer: tuple, scales: Sequence[float],
+             save: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     plan, (codes, quant) = _plan(x, ids, w, layer), _slots(w)
     out = ops._like(x)
     saved = ops._new(x, _core.saved_bytes(plan, x.shape[0])) if save else None
-    _core.run(_core.EXPERTS_QUANT_FORWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, out, saved, *(scales or (None, None)), *quant)
+    last = *(scales or (None, None)), *quant
+    _core.run(_core.EXPERTS_QUANT_FORWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, out, saved, *last)
     return out, saved
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple, scales: Sequence[float], quantised: list, x: Tensor, ids: Tensor, p: Tensor, *w: Tensor | None):
+    def forward(ctx: Any, layer: tuple, scales: Sequence[float], quantised: list, x: Tensor, ids: Tensor, p: Tensor,
+                *w: Tensor | None) -> Tensor:  # fmt: skip
         full = [q if q is not None else t for q, t in zip(quantised + [None] * len(w), w)]
         out, saved = _forward(x, ids, p, full, layer, scales, True)
         ctx.save_for_backward(x, ids, p, saved, *w)
@@ -50,7 +55,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple:
         x, ids, p, saved, *w = ctx.saved_tensors
         (layer, scales), need = ctx.layer, ctx.needs_input_grad
         full = [q if q is not None else t for q, t in zip(ctx.quantised + [None] * len(w), w)]
@@ -59,13 +64,13 @@ class _Experts(torch.autograd.Function):
         dp = ops._like(p) if need[5] else None
         matrices = lambda t: t.dim() == 3
         dw = [ops._grad(t, matrices(t)) if yes else None for t, yes in zip(w, need[6:], strict=True)]
-        _core.run(_core.EXPERTS_QUANT_BACKWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, saved, dout.contiguous(), dx, dp,
-                  dw, *(scales or (None, None)), *quant)  # fmt: skip
+        last = dout.contiguous(), dx, dp, dw, *(scales or (None, None)), *quant
+        _core.run(_core.EXPERTS_QUANT_BACKWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, saved, *last)
         dw = [g if g is None else g.to(t.dtype) for g, t in zip(dw, w, strict=True)]
         return None, None, None, dx, None, dp, *dw
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int, flags: int, alpha: float, limit: float,
             scales: Sequence[float]) -> Tensor:  # fmt: skip
     """As ``autograd.experts``, whose arguments are ready: x in the dtype of the computation, w with the factors of adapters."""

@@ -55,12 +55,15 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
         raise ValueError("quantize: the model has no stacked experts that fusedmoe knows")
     for name, module in found:
         if layers.look_at(module).path != "fused":
-            raise NotImplementedError(f"quantize: {name} ({type(module).__name__}) is not computed in the fused layer: {layers.look_at(module).why}")
+            why = layers.look_at(module).why
+            raise NotImplementedError(f"quantize: {name} ({type(module).__name__}) is not computed in the fused layer: {why}")
         for of, w in _stacks(module):
             if isinstance(w, QuantTensor):
                 continue
-            halves = chosen.rows > 1 and of == "gate_up_proj" and w.shape[1] // 2 % chosen.rows and vars(module).get("is_concatenated", True)
-            _put(module, of, QuantTensor.from_weights(w.data, chosen._replace(flags=chosen.flags | HALVES) if halves else chosen))
+            concatenated = of == "gate_up_proj" and vars(module).get("is_concatenated", True)
+            halves = concatenated and chosen.rows > 1 and w.shape[1] // 2 % chosen.rows
+            own = chosen._replace(flags=chosen.flags | HALVES) if halves else chosen
+            _put(module, of, QuantTensor.from_weights(w.data, own))
     return apply(model)
 
 
@@ -110,7 +113,8 @@ def _split(module: nn.Module, state: dict, prefix: str, _: Any) -> None:
         if _as_it_came(module, name):
             state[prefix + name] = w.codes.view(torch.float8_e4m3fn)
             continue
-        meaning = json.dumps({"format": [*w.format[:7], str(w.format.scale_dtype), w.format.scale2], "shape": list(w.shape), "dtype": str(w.dtype)})
+        format = [*w.format[:7], str(w.format.scale_dtype), w.format.scale2]
+        meaning = json.dumps({"format": format, "shape": list(w.shape), "dtype": str(w.dtype)})
         state[prefix + name] = w.codes
         state[f"{prefix}{name}.scale"] = w.scale
         state[f"{prefix}{name}.quant"] = torch.tensor(list(meaning.encode()), dtype=torch.uint8)
@@ -125,8 +129,8 @@ def _dtype(name: str) -> torch.dtype:
 def from_state(codes: Tensor, scale: Tensor, quant: Tensor, scale2: Tensor | None = None) -> QuantTensor:
     """A stack, from what a state_dict holds of it."""
     told = json.loads(bytes(quant.tolist()).decode())
-    *fields, scale_dtype, last = told["format"]
-    return QuantTensor(codes, scale, Format(*fields, _dtype(scale_dtype), last), torch.Size(told["shape"]), _dtype(told["dtype"]), scale2)
+    fields = *told["format"][:7], _dtype(told["format"][7]), *told["format"][8:]
+    return QuantTensor(codes, scale, Format._make(fields), torch.Size(told["shape"]), _dtype(told["dtype"]), scale2)
 
 
 def _join(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:

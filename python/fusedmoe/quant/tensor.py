@@ -27,7 +27,8 @@ class QuantTensor(Tensor):
     format: Format
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None):
+    def __new__(cls, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype,
+                scale2: Tensor | None = None) -> "QuantTensor":  # fmt: skip
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device, requires_grad=False)
 
     def __init__(self, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None):
@@ -49,7 +50,8 @@ class QuantTensor(Tensor):
         return made
 
     @classmethod
-    def from_fp8(cls, w: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (128, 128)) -> "QuantTensor":
+    def from_fp8(cls, w: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16,
+                 block: tuple[int, int] = (128, 128)) -> "QuantTensor":  # fmt: skip
         """float8_e4m3fn [E,N,K] and the scales of its blocks (transformers' FP8Experts): [E, ceil(N/128), ceil(K/128)], or twice
         ceil(N/2/128) rows where the grid begins anew with the ups; or [E, N, 1], a scale a channel. No copy."""
         E, N, K = w.shape
@@ -86,7 +88,7 @@ class QuantTensor(Tensor):
         scales are decoded to float32."""
         shape, block = torch.Size(state.shape), state.blocksize
         if len(shape) != 3 or shape[2] % block:
-            raise ValueError(f"from_bitsandbytes: the weights are {list(shape)} in blocks of {block}, expected [E, N, K], K a multiple of it")
+            raise ValueError(f"from_bitsandbytes: the weights are {list(shape)} in blocks of {block}, expected [E, N, K], K a multiple")
         absmax = state.absmax
         if state.nested:
             from bitsandbytes.functional import dequantize_blockwise
@@ -118,7 +120,7 @@ class QuantTensor(Tensor):
         """Bytes of codes and scales."""
         return sum(t.nbytes for t in (self.codes, self.scale, self.scale2) if t is not None)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"QuantTensor({self.format.name}, {list(self.shape)}, {self.dtype}, {self.nbytes_held()} bytes)"
 
     def map(self, fn: Any, dtype: torch.dtype | None = None) -> "QuantTensor":
@@ -137,7 +139,7 @@ class QuantTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, cls):
             if func in (_aten.detach.default, _aten.alias.default):

@@ -44,7 +44,8 @@ fmoe_coded fmoe_coded_of(const fmoe_tensor *stack, const fmoe_quant *q, bool lis
     }
     /* Zeros that are integers leave nothing smaller than 1; a LUT4 may hold anything, and NaN of e4m3
      * stays NaN either way. */
-    const bool integers = zeros ? m.zeros_dtype == FMOE_BYTE : q->zero >= -1024 && q->zero <= 1024 && q->zero == (float)(int)q->zero;
+    const bool integers =
+        zeros ? m.zeros_dtype == FMOE_BYTE : q->zero >= -1024 && q->zero <= 1024 && q->zero == (float)(int)q->zero;
     m.regular = integers && q->code != FMOE_CODE_LUT4 && m.scale2 > 0x1p-40f && m.scale2 < 0x1p40f;
     if (fmoe_code_is_4bit(q->code)) m.table = fmoe_code_table(q->code, q->lut);
     return m;
@@ -61,7 +62,10 @@ static code_rows rows_of(const fmoe_code_block *b)
     return s->swap ? (code_rows){s->row + b->k0, b->kc, b->n0, b->n} : (code_rows){s->row + b->n0, b->n, b->k0, b->kc};
 }
 
-static fmoe_coded coded_at(const fmoe_view *v) { return fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e); }
+static fmoe_coded coded_at(const fmoe_view *v)
+{
+    return fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e);
+}
 
 static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
 {

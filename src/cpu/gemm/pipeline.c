@@ -171,7 +171,8 @@ static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s, const fmoe_step
         char *to = pipe->scratch->decoded + i * (FMOE_NB / 2) * apart * element;
         const fmoe_code_block now = {v, s->n0, s->n, s->k0, s->kc};
         fmoe_code_block then = {NULL, 0, 0, 0, 0};
-        if (ahead) then = (fmoe_code_block){&ahead->v[i < ahead->n_v ? i : 0], ahead->n0, ahead->n, ahead->k0, ahead->kc};
+        if (ahead)
+            then = (fmoe_code_block){&ahead->v[i < ahead->n_v ? i : 0], ahead->n0, ahead->n, ahead->k0, ahead->kc};
         fmoe_decode(&pipe->cpu->k, &now, to, apart, ahead ? &then : NULL);
         v->coded = NULL;
         v->sn = swap ? 1 : apart;

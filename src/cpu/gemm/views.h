@@ -54,7 +54,8 @@ typedef struct fmoe_code_block {
     const fmoe_view *v;
     int64_t n0, n, k0, kc;
 } fmoe_code_block;
-void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead);
+void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart,
+                 const fmoe_code_block *ahead);
 
 /* ---- single rows and elements ---- */
 

@@ -12,14 +12,16 @@ typedef struct fmoe_coded {
     const uint8_t *codes;
     int64_t step; /* bytes from one row of codes to the next */
     int64_t group_rows, group_cols;
-    int64_t half, half_groups; /* rows before the groups begin anew, and rows of groups of those; INT64_MAX: they do not */
-    const char *scale, *zeros; /* zeros NULL: the constant */
+    int64_t half,
+        half_groups; /* rows before the groups begin anew, and rows of groups of those; INT64_MAX: they do not */
+    const char *scale, *zeros;      /* zeros NULL: the constant */
     int64_t scale_step, zeros_step; /* elements from one row of groups to the next */
     int scale_dtype, scale_type, zeros_dtype;
     float zero, scale2;
     const float *table; /* of a code of 4 bits: sixteen values */
-    bool for_pairs;     /* decoded for products of bf16 pairs alone, which take denormals for zeros: as they may be decoded */
-    bool regular;       /* values and scale2 are such that no weight is denormal or NaN where scales are in 2^-60 .. 2^60 */
+    bool for_pairs; /* decoded for products of bf16 pairs alone, which take denormals for zeros: as they may be decoded
+                     */
+    bool regular;   /* values and scale2 are such that no weight is denormal or NaN where scales are in 2^-60 .. 2^60 */
 } fmoe_coded;
 
 /* The row of groups that a row of codes is in. */

@@ -12,7 +12,8 @@ static inline void put(void *dst, int dtype, int64_t i, float v)
     else ((uint16_t *)dst)[i] = dtype == FMOE_BF16 ? fmoe_float_to_bf16(v) : fmoe_float_to_f16(v);
 }
 
-static void nibbles(void *dst, int dtype, const uint8_t *row, bool high_first, int64_t begin, int64_t end, const float *t)
+static void nibbles(void *dst, int dtype, const uint8_t *row, bool high_first, int64_t begin, int64_t end,
+                    const float *t)
 {
     uint16_t narrow[16];
     for (int i = 0; i < 16 && dtype != FMOE_F32; i++) put(narrow, dtype, i, t[i]);
@@ -48,7 +49,8 @@ void NAME(fmoe_dequant)(void *dst, int dtype, const fmoe_coded *m, int64_t row, 
             for (int i = 0; i < 16; i++) t[i] = (m->table[i] - zero) * scale * m->scale2;
             nibbles(to, dtype, codes, m->high_first, k, end, t);
         } else if (m->code == FMOE_CODE_S8) {
-            for (int64_t i = k; i < end; i++) put(to, dtype, i - k, ((float)(int8_t)codes[i] - zero) * scale * m->scale2);
+            for (int64_t i = k; i < end; i++)
+                put(to, dtype, i - k, ((float)(int8_t)codes[i] - zero) * scale * m->scale2);
         } else {
             for (int64_t i = k; i < end; i++) put(to, dtype, i - k, fmoe_e4m3_to_float(codes[i]) * scale * m->scale2);
         }

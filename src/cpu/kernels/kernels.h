@@ -59,8 +59,8 @@ typedef void fmoe_gemm_nmajor_inplace_fn(int64_t rows, int64_t kc, const void *c
 typedef void fmoe_gemm_kmajor_few_rows_fn(int64_t rows, int64_t kc, int64_t chunk, const void *const *a, const char *w,
                                           int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
 
-/* The same by 32 columns of quantised weights, rows [row, row+32) of codes, from k0 on: what they would be decoded to. For
- * matrices that fmoe_fits_coded_few_rows (forms.h) lets pass. */
+/* The same by 32 columns of quantised weights, rows [row, row+32) of codes, from k0 on: what they would be decoded to.
+ * For matrices that fmoe_fits_coded_few_rows (forms.h) lets pass. */
 typedef void fmoe_gemm_coded_few_rows_fn(int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a,
                                          const fmoe_coded *m, int64_t row, float *c, int64_t ldc, int first);
 

@@ -309,7 +309,8 @@ static void describe_experts(description *d)
                         .before = widened ? load_bit(d->dtype) : 0};
     add_products(d, interleaved ? "in stacks" : NULL, interleaved || !p->gated, true, &down, &da);
     if (interleaved && !(D->flags & FMOE_BIAS)) add_products(d, "in lists", false, false, &down, &da);
-    if (D->flags & FMOE_QUANT) add_always(d, "quantised weights", BIT(dequant) | (d->cpu->pairs ? BIT(gemm_coded_few_rows_bf16) : 0));
+    if (D->flags & FMOE_QUANT)
+        add_always(d, "quantised weights", BIT(dequant) | (d->cpu->pairs ? BIT(gemm_coded_few_rows_bf16) : 0));
     add_always(d, "activation", BIT(act_block));
     add_always(d, D->flags & FMOE_RECOMPUTE ? "h made again" : "h kept", store_block_bit(d->dtype));
     if (D->flags & FMOE_BIAS) add_biases(d);

@@ -61,7 +61,10 @@ static matrix matrix2(const fmoe_plan_impl *p, bool kmajor)
     return m;
 }
 
-static bool has_packed_form(const fmoe_plan_impl *p) { return p->d.op == FMOE_OP_EXPERTS && !fmoe_cpu(p)->gather && !(p->d.flags & FMOE_QUANT); }
+static bool has_packed_form(const fmoe_plan_impl *p)
+{
+    return p->d.op == FMOE_OP_EXPERTS && !fmoe_cpu(p)->gather && !(p->d.flags & FMOE_QUANT);
+}
 
 /* A panel is at most 16 bytes for each element of a matrix whose sizes are rounded up to 64 and 8: checked here, once.
  */

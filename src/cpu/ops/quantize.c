@@ -16,7 +16,10 @@ typedef struct quantize_run {
     fmoe_tasks tasks;
 } quantize_run;
 
-static fmoe_coded matrix_at(const quantize_run *run, int64_t e) { return fmoe_coded_of(run->a->codes, run->a->quant, false, e); }
+static fmoe_coded matrix_at(const quantize_run *run, int64_t e)
+{
+    return fmoe_coded_of(run->a->codes, run->a->quant, false, e);
+}
 
 static const char *weight_row(const quantize_run *run, int64_t e, int64_t n)
 {
@@ -27,8 +30,7 @@ static const char *weight_row(const quantize_run *run, int64_t e, int64_t n)
 
 static float weight_at(const char *row, int dtype, int64_t k)
 {
-    return dtype == FMOE_F32 ? ((const float *)(const void *)row)[k]
-                             : fmoe_scale_at(row, dtype, 0, k);
+    return dtype == FMOE_F32 ? ((const float *)(const void *)row)[k] : fmoe_scale_at(row, dtype, 0, k);
 }
 
 /* ---- scales ---- */
@@ -93,7 +95,7 @@ static void store_scale(const quantize_run *run, const fmoe_coded *m, int64_t at
 static uint8_t to_e4m3(float x)
 {
     const uint8_t sign = x < 0 ? 0x80 : 0;
-    const float a = fminf(fabsf(x), 448); /* NaN: 448 */
+    const float a = fminf(fabsf(x), 448);                                 /* NaN: 448 */
     if (a < 0x1p-6f) return (uint8_t)(sign | (uint8_t)rintf(a * 0x1p9f)); /* 8: the smallest normal, as it is */
     const uint32_t u = fmoe_float_to_bits(a), rounded = u + 0x7ffffu + ((u >> 20) & 1u);
     return (uint8_t)(sign | (uint8_t)((rounded >> 20) - (120u << 3)));
@@ -103,7 +105,8 @@ static uint8_t to_e4m3(float x)
 static uint8_t to_e2m1(float x)
 {
     const float a = fabsf(x);
-    const uint8_t code = (uint8_t)((a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5));
+    const uint8_t code =
+        (uint8_t)((a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5));
     return (uint8_t)(code | (x < 0 ? 8 : 0));
 }
 
@@ -130,7 +133,9 @@ static uint8_t code_of(const quantize_run *run, const fmoe_coded *m, float x, fl
 static float inverse_of(const fmoe_coded *m, float scale)
 {
     if (is_by_magnitude(m)) return scale > 0 ? 127.0f / scale : 0;
-    return scale == 0 && m->code != FMOE_CODE_NF4 && m->code != FMOE_CODE_FP4 ? 0 : 1.0f / (fmaxf(scale, 1e-38f) * m->scale2);
+    return scale == 0 && m->code != FMOE_CODE_NF4 && m->code != FMOE_CODE_FP4
+               ? 0
+               : 1.0f / (fmaxf(scale, 1e-38f) * m->scale2);
 }
 
 static void quantize_worker(void *arg, int worker)

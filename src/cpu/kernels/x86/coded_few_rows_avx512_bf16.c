@@ -29,8 +29,8 @@ typedef struct coded_four {
     const float *values; /* FLOATS: all magnitudes */
     bool plain;          /* scale2 is 1 */
     __m512i select, parity, columns;
-    __m512i words[4];   /* 4 bits: the weights of columns 0 and 1, 2 and 3; FLOATS: the magnitudes, of all four */
-    __m512 scale[4];    /* BYTES */
+    __m512i words[4];      /* 4 bits: the weights of columns 0 and 1, 2 and 3; FLOATS: the magnitudes, of all four */
+    __m512 scale[4];       /* BYTES */
     const char *scales[4]; /* of each column, the first of its groups */
 } coded_four;
 
@@ -55,12 +55,14 @@ INLINE void next_group(const int how, const fmoe_coded *m, coded_four *f, int64_
                                                        scaled(f, _mm512_loadu_ps(f->values + 32 * i), scale[0]));
     } else {
         for (int i = 0; i < 2; i++)
-            f->words[i] = (__m512i)_mm512_cvtne2ps_pbh(scaled(f, f->table, scale[2 * i + 1]), scaled(f, f->table, scale[2 * i]));
+            f->words[i] =
+                (__m512i)_mm512_cvtne2ps_pbh(scaled(f, f->table, scale[2 * i + 1]), scaled(f, f->table, scale[2 * i]));
     }
 }
 
-/* 4 bits: the codes of four columns side by side, one in each lane of 128 bits; of 8 k of them, four bytes a lane, the indices of
- * 32 weights: the column in the upper two of six bits. Nothing is shuffled across lanes but the weights themselves. */
+/* 4 bits: the codes of four columns side by side, one in each lane of 128 bits; of 8 k of them, four bytes a lane, the
+ * indices of 32 weights: the column in the upper two of six bits. Nothing is shuffled across lanes but the weights
+ * themselves. */
 INLINE void load_nibbles(const coded_four *f, const uint8_t *p, int64_t step, __m512 b[4])
 {
     __m512i codes = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)p));
@@ -70,8 +72,8 @@ INLINE void load_nibbles(const coded_four *f, const uint8_t *p, int64_t step, __
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         const __m512i twice = _mm512_shuffle_epi8(codes, _mm512_add_epi8(f->select, _mm512_set1_epi8((char)(4 * i))));
-        const __m512i index = _mm512_ternarylogic_epi32(_mm512_srlv_epi16(twice, f->parity), _mm512_set1_epi16(15), f->columns,
-                                                        0xea); /* (a & b) | c */
+        const __m512i index = _mm512_ternarylogic_epi32(_mm512_srlv_epi16(twice, f->parity), _mm512_set1_epi16(15),
+                                                        f->columns, 0xea); /* (a & b) | c */
         b[i] = _mm512_castsi512_ps(_mm512_permutex2var_epi16(f->words[0], index, f->words[1]));
     }
 }
@@ -112,10 +114,11 @@ INLINE void load_four(const int how, const fmoe_coded *m, const coded_four *f, c
     b[3] = _mm512_shuffle_f32x4(wx2, yz2, 0xdd);
 }
 
-/* n of k, from k0 on, of four or eight columns from `row` on, by mr rows. Eight: a sum waits for the one before it, and two
- * rows of four columns are too few to fill that time. */
-INLINE void coded_tile(const int how, const int mr, const int fours, const fmoe_coded *m, const coded_four *constants, int64_t row,
-                       int64_t k0, int64_t n, int64_t offset, const void *const *a, float *c, int64_t ldc, int first)
+/* n of k, from k0 on, of four or eight columns from `row` on, by mr rows. Eight: a sum waits for the one before it, and
+ * two rows of four columns are too few to fill that time. */
+INLINE void coded_tile(const int how, const int mr, const int fours, const fmoe_coded *m, const coded_four *constants,
+                       int64_t row, int64_t k0, int64_t n, int64_t offset, const void *const *a, float *c, int64_t ldc,
+                       int first)
 {
     enum { AHEAD = 16 }; /* columns that are prefetched ahead: 16 to 32 KiB */
     const int64_t code_bytes = how <= HIGH_FIRST ? STEP / 2 : STEP;
@@ -124,8 +127,7 @@ INLINE void coded_tile(const int how, const int mr, const int fours, const fmoe_
     __m512 acc[FEW_ROWS_MR][2], b[2][4];
     const char *rows[FEW_ROWS_MR];
 #pragma GCC unroll 8
-    for (int i = 0; i < mr; i++)
-        acc[i][0] = acc[i][1] = _mm512_setzero_ps(), rows[i] = (const char *)a[i] + offset;
+    for (int i = 0; i < mr; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps(), rows[i] = (const char *)a[i] + offset;
     for (int j = 0; j < 4 * fours; j++)
         f[j / 4].scales[j % 4] =
             m->scale + fmoe_coded_group(m, row + j) * m->scale_step * (int64_t)fmoe_dtype_size(m->scale_dtype);
@@ -160,8 +162,8 @@ INLINE void coded_tile(const int how, const int mr, const int fours, const fmoe_
     for (int i = 0; i < mr; i++) few_rows_store(fours, acc[i], c + i * ldc, first);
 }
 
-INLINE void coded_rows(const int how, int64_t mr, const fmoe_coded *m, const coded_four *f, int64_t row, int64_t k0, int64_t n,
-                       int64_t offset, const void *const *a, float *c, int64_t ldc, int first)
+INLINE void coded_rows(const int how, int64_t mr, const fmoe_coded *m, const coded_four *f, int64_t row, int64_t k0,
+                       int64_t n, int64_t offset, const void *const *a, float *c, int64_t ldc, int first)
 {
     switch (mr) {
     case 1: coded_tile(how, 1, 2, m, f, row, k0, n, offset, a, c, ldc, first); return;
@@ -170,8 +172,7 @@ INLINE void coded_rows(const int how, int64_t mr, const fmoe_coded *m, const cod
     case 4: coded_tile(how, 4, 2, m, f, row, k0, n, offset, a, c, ldc, first); return;
     default: break;
     }
-    for (int64_t j = 0; j < 8; j += 4)
-        switch (mr) {
+    for (int64_t j = 0; j < 8; j += 4) switch (mr) {
         case 5: coded_tile(how, 5, 1, m, f, row + j, k0, n, offset, a, c + j, ldc, first); break;
         case 6: coded_tile(how, 6, 1, m, f, row + j, k0, n, offset, a, c + j, ldc, first); break;
         case 7: coded_tile(how, 7, 1, m, f, row + j, k0, n, offset, a, c + j, ldc, first); break;
@@ -180,8 +181,8 @@ INLINE void coded_rows(const int how, int64_t mr, const fmoe_coded *m, const cod
 }
 
 /* 32 columns, eight at a time to their end, chunk by chunk. */
-INLINE void coded_columns(const int how, int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m,
-                          int64_t row, float *c, int64_t ldc, int first)
+INLINE void coded_columns(const int how, int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a,
+                          const fmoe_coded *m, int64_t row, float *c, int64_t ldc, int first)
 {
     static const int8_t select[16] = {0, -128, 0, -128, 1, -128, 1, -128, 2, -128, 2, -128, 3, -128, 3, -128};
     static const int32_t columns[4] = {0, 0x00100010, 0x00200020, 0x00300030};
@@ -189,21 +190,25 @@ INLINE void coded_columns(const int how, int64_t rows, int64_t k0, int64_t kc, i
     coded_four f = {.plain = m->scale2 == 1, .scale2 = _mm512_set1_ps(m->scale2), .values = values};
     if (m->table) f.table = _mm512_sub_ps(_mm512_loadu_ps(m->table), _mm512_set1_ps(m->zero));
     f.select = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)select));
-    f.parity = _mm512_set1_epi32(how == HIGH_FIRST ? 4 : 4 << 16); /* the even k of a byte, or the odd one, is in the upper nibble */
+    f.parity = _mm512_set1_epi32(
+        how == HIGH_FIRST ? 4 : 4 << 16); /* the even k of a byte, or the odd one, is in the upper nibble */
     for (int j = 0; j < 4; j++)
-        f.columns = _mm512_mask_set1_epi32(j ? f.columns : _mm512_setzero_si512(), (__mmask16)(15u << 4 * j), columns[j]);
+        f.columns =
+            _mm512_mask_set1_epi32(j ? f.columns : _mm512_setzero_si512(), (__mmask16)(15u << 4 * j), columns[j]);
     for (int i = 0; i < 128 && how == FLOATS; i++) values[i] = fmoe_e4m3_to_float((uint8_t)i);
     const int64_t tiles = fmoe_ceil_div(rows, FEW_ROWS_MR);
     for (int64_t n = 0; n < FMOE_NB / 2; n += 8)
         for (int64_t k = 0; k < kc; k += chunk)
             for (int64_t r = 0, left = tiles, mr; left > 0; left--, r += mr) {
                 mr = fmoe_ceil_div(rows - r, left);
-                coded_rows(how, mr, m, &f, row + n, k0 + k, fmoe_min(chunk, kc - k), 2 * k, a + r, c + r * ldc + n, ldc, first && k == 0);
+                coded_rows(how, mr, m, &f, row + n, k0 + k, fmoe_min(chunk, kc - k), 2 * k, a + r, c + r * ldc + n, ldc,
+                           first && k == 0);
             }
 }
 
-void fmoe_gemm_coded_few_rows_bf16_avx512_bf16(int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m,
-                                               int64_t row, float *c, int64_t ldc, int first)
+void fmoe_gemm_coded_few_rows_bf16_avx512_bf16(int64_t rows, int64_t k0, int64_t kc, int64_t chunk,
+                                               const void *const *a, const fmoe_coded *m, int64_t row, float *c,
+                                               int64_t ldc, int first)
 {
     if (m->code == FMOE_CODE_S8) coded_columns(BYTES, rows, k0, kc, chunk, a, m, row, c, ldc, first);
     else if (m->code == FMOE_CODE_E4M3) coded_columns(FLOATS, rows, k0, kc, chunk, a, m, row, c, ldc, first);

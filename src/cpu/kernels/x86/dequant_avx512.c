@@ -51,11 +51,14 @@ INLINE __m512i indices(const bool high_first, __m128i codes)
 }
 
 /* n codes of a group from p on, by its weights t. */
-INLINE void lookup_nibbles(const int dtype, const bool high_first, const bool regular, char *dst, const uint8_t *p, int64_t n, __m512 t)
+INLINE void lookup_nibbles(const int dtype, const bool high_first, const bool regular, char *dst, const uint8_t *p,
+                           int64_t n, __m512 t)
 {
-    const __m512i words = _mm512_broadcast_i64x4(dtype == FMOE_F32 ? _mm256_setzero_si256() : to_16bit(dtype, regular, t));
+    const __m512i words =
+        _mm512_broadcast_i64x4(dtype == FMOE_F32 ? _mm256_setzero_si256() : to_16bit(dtype, regular, t));
     for (; n >= 32 && dtype != FMOE_F32; n -= 32, p += 16, dst += 64)
-        _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
+        _mm512_storeu_si512(dst, _mm512_permutexvar_epi16(
+                                     indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
     for (; n > 0; n -= 32, p += 16, dst += 32 * bytes_of(dtype)) {
         const __mmask16 bytes = (__mmask16)(n >= 32 ? 0xffffu : (1u << (n + 1) / 2) - 1u);
         const __m512i index = indices(high_first, _mm_maskz_loadu_epi8(bytes, p));
@@ -71,14 +74,15 @@ INLINE void lookup_nibbles(const int dtype, const bool high_first, const bool re
     }
 }
 
-/* float8_e4m3fn: as fmoe_e4m3_to_float, by way of f16, whose exponent is one bit longer: the conversion of denormals costs
- * nothing there. */
+/* float8_e4m3fn: as fmoe_e4m3_to_float, by way of f16, whose exponent is one bit longer: the conversion of denormals
+ * costs nothing there. */
 static inline __m512 from_e4m3(__m128i b)
 {
     const __m256i x = _mm256_cvtepi8_epi16(b);
     const __m256i half = _mm256_and_si256(_mm256_slli_epi16(x, 7), _mm256_set1_epi16((short)0xbfff));
     const __m512 v = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(0x1p8f));
-    const __mmask16 nan = _mm256_cmpeq_epi16_mask(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7f));
+    const __mmask16 nan =
+        _mm256_cmpeq_epi16_mask(_mm256_and_si256(x, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7f));
     return _mm512_mask_mov_ps(v, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
@@ -99,16 +103,18 @@ INLINE __m512 value_of(const int32_t code, const group_scale *g, __m128i b)
     return code == FMOE_CODE_S8 ? _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b)), g->zero) : from_e4m3(b);
 }
 
-INLINE void convert_bytes(const int dtype, const int32_t code, const bool regular, char *dst, const uint8_t *p, int64_t n, const group_scale *g)
+INLINE void convert_bytes(const int dtype, const int32_t code, const bool regular, char *dst, const uint8_t *p,
+                          int64_t n, const group_scale *g)
 {
     for (; n >= 16; n -= 16, p += 16, dst += 16 * bytes_of(dtype))
         put(dtype, regular, dst, 16, scaled(g, value_of(code, g, _mm_loadu_si128((const __m128i *)(const void *)p))));
-    if (n > 0) put(dtype, regular, dst, n, scaled(g, value_of(code, g, _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1u), p))));
+    if (n > 0)
+        put(dtype, regular, dst, n, scaled(g, value_of(code, g, _mm_maskz_loadu_epi8((__mmask16)((1u << n) - 1u), p))));
 }
 
 /* n codes of a group, from code k on. */
-INLINE void decode_group(const int dtype, const int32_t code, const bool regular, char *to, const fmoe_coded *m, const uint8_t *codes, int64_t k,
-                         int64_t n, const group_scale *g, __m512 table)
+INLINE void decode_group(const int dtype, const int32_t code, const bool regular, char *to, const fmoe_coded *m,
+                         const uint8_t *codes, int64_t k, int64_t n, const group_scale *g, __m512 table)
 {
     if (code == FMOE_CODE_S8 || code == FMOE_CODE_E4M3) {
         convert_bytes(dtype, code, regular, to, codes + k, n, g);
@@ -125,7 +131,8 @@ INLINE void decode_group(const int dtype, const int32_t code, const bool regular
     else lookup_nibbles(dtype, false, regular, to, codes + k / 2, n, t);
 }
 
-INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe_coded *m, int64_t row, int64_t k, int64_t n)
+INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe_coded *m, int64_t row, int64_t k,
+                       int64_t n)
 {
     const uint8_t *codes = m->codes + row * m->step;
     const int64_t group_row = fmoe_coded_group(m, row), last = k + n;
@@ -137,7 +144,8 @@ INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe
         const float s = fmoe_coded_scale(m, group_row, group), a = s < 0 ? -s : s;
         g.scale = _mm512_set1_ps(s);
         if (m->zeros) g.zero = _mm512_set1_ps(fmoe_coded_zero(m, group_row, group));
-        if (m->regular && a > 0x1p-60f && a < 0x1p60f) decode_group(dtype, code, true, to, m, codes, k, length, &g, table);
+        if (m->regular && a > 0x1p-60f && a < 0x1p60f)
+            decode_group(dtype, code, true, to, m, codes, k, length, &g, table);
         else decode_group(dtype, code, false, to, m, codes, k, length, &g, table);
         to += length * bytes_of(dtype);
         k += length;
@@ -145,28 +153,33 @@ INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe
 }
 
 #ifdef __AVX512BF16__
-/* What most weights of products are: 4 bits, whole steps of 32 in whole groups, no tensor of zeros, denormals as they may
- * be. Seven instructions a group beside the lookups. */
-INLINE void decode_pairs(const bool high_first, const bool f32, char *to, const fmoe_coded *m, int64_t row, int64_t k, int64_t n)
+/* What most weights of products are: 4 bits, whole steps of 32 in whole groups, no tensor of zeros, denormals as they
+ * may be. Seven instructions a group beside the lookups. */
+INLINE void decode_pairs(const bool high_first, const bool f32, char *to, const fmoe_coded *m, int64_t row, int64_t k,
+                         int64_t n)
 {
-    const __m512 table = _mm512_sub_ps(_mm512_loadu_ps(m->table), _mm512_set1_ps(m->zero)), scale2 = _mm512_set1_ps(m->scale2);
+    const __m512 table = _mm512_sub_ps(_mm512_loadu_ps(m->table), _mm512_set1_ps(m->zero)),
+                 scale2 = _mm512_set1_ps(m->scale2);
     const int64_t first = fmoe_coded_group(m, row) * m->scale_step;
     const uint8_t *p = m->codes + row * m->step + k / 2;
     int64_t group = k / m->group_cols, left = (group + 1) * m->group_cols - k;
     for (; n > 0; group++, left = m->group_cols) {
-        const float s = f32 ? ((const float *)(const void *)m->scale)[first + group] : fmoe_scale_at(m->scale, m->scale_dtype, m->scale_type, first + group);
+        const float s = f32 ? ((const float *)(const void *)m->scale)[first + group]
+                            : fmoe_scale_at(m->scale, m->scale_dtype, m->scale_type, first + group);
         const __m512 t = _mm512_mul_ps(_mm512_mul_ps(table, _mm512_set1_ps(s)), scale2);
         const __m512i words = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(t));
         const int64_t length = fmoe_min(n, left);
         for (int64_t i = 0; i < length; i += 32, p += 16, to += 64)
-            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
+            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(
+                                        indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
         n -= length;
     }
 }
 
 INLINE bool are_plain_pairs(const fmoe_coded *m, int64_t k, int64_t n)
 {
-    return m->for_pairs && m->table && !m->zeros && !(k % 32 || n % 32) && (m->group_cols % 32 == 0 || m->group_cols >= k + n);
+    return m->for_pairs && m->table && !m->zeros && !(k % 32 || n % 32) &&
+           (m->group_cols % 32 == 0 || m->group_cols >= k + n);
 }
 #endif
 

@@ -396,7 +396,7 @@ TEST(spare_fields_are_null)
         version_outputs(&v);
         const uint64_t nothing = version_outputs(&v);
         for (int w = 0; w < 4; w++)
-            for (int i = 0; all[w] && i < 8; i++) {
+            for (int i = 0; all[w] && i < (int)(sizeof all[w]->reserved / sizeof *all[w]->reserved); i++) {
                 char name[32];
                 snprintf(name, sizeof name, "%sreserved[%d]", (const char *[]){"", "shared ", "d", "dshared "}[w], i);
                 all[w]->reserved[i] = name;

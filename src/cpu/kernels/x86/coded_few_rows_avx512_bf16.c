@@ -20,7 +20,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-enum { LOW_FIRST, HIGH_FIRST, BYTES, FLOATS }; /* how weights are decoded */
+enum { EVEN_FIRST, HIGH_FIRST, BYTES, FLOATS }; /* how weights are decoded */
 enum { STEP = 32 };                            /* k at a time: a register of bf16 */
 
 /* What four columns are decoded with: constants, and what depends on their scales. */
@@ -213,5 +213,5 @@ void fmoe_gemm_coded_few_rows_bf16_avx512_bf16(int64_t rows, int64_t k0, int64_t
     if (m->code == FMOE_CODE_S8) coded_columns(BYTES, rows, k0, kc, chunk, a, m, row, c, ldc, first);
     else if (m->code == FMOE_CODE_E4M3) coded_columns(FLOATS, rows, k0, kc, chunk, a, m, row, c, ldc, first);
     else if (m->high_first) coded_columns(HIGH_FIRST, rows, k0, kc, chunk, a, m, row, c, ldc, first);
-    else coded_columns(LOW_FIRST, rows, k0, kc, chunk, a, m, row, c, ldc, first);
+    else coded_columns(EVEN_FIRST, rows, k0, kc, chunk, a, m, row, c, ldc, first);
 }

@@ -21,7 +21,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { EVEN_FIRST, HIGH_FIRST, BYTES, FLOATS }; /* how weights are decoded */
-enum { STEP = 32 };                            /* k at a time: a register of bf16 */
+enum { STEP = 32 };                             /* k at a time: a register of bf16 */
 
 /* What four columns are decoded with: constants, and what depends on their scales. */
 typedef struct coded_four {

@@ -448,7 +448,6 @@ typedef struct fmoe_quant_args {
     const fmoe_tensor *codes; /* out; in of fmoe_dequantize */
     const fmoe_quant *quant;  /* the tensors of scales and zeros: out; in of fmoe_dequantize */
 } fmoe_quant_args;
-
 FMOE_API fmoe_status fmoe_quantize(const fmoe_quant_args *);
 FMOE_API fmoe_status fmoe_dequantize(const fmoe_quant_args *);
 /* Foreign packings of a matrix, to codes in our order and back, without loss */
@@ -458,16 +457,13 @@ typedef enum fmoe_repack {
     FMOE_REPACK_AWQ = 3,     /* int32 [K, N/8], nibble i of word c: n = 8c + {0,2,4,6,1,3,5,7}[i] */
     FMOE_REPACK_BNB_4BIT = 4 /* uint8 [N*K/2, 1], high first                                     <-> low first */
 } fmoe_repack;
-
 typedef struct fmoe_repack_args {
     size_t size;
-    int32_t form; /* fmoe_repack */
-    int32_t back; /* 1: from codes to the foreign form */
+    int32_t form, back; /* fmoe_repack; 1: from codes to the foreign form */
     int64_t N, K;
     const fmoe_tensor *foreign; /* compact */
     const fmoe_tensor *codes;   /* bytes [N, ceil(K/2)], rows may be apart */
 } fmoe_repack_args;
-
 FMOE_API fmoe_status fmoe_quant_repack(const fmoe_repack_args *);
 
 /* -- Weights of a layer, or their gradients. Either stacked, in any orientation by strides (stored [E,in,out]: pass

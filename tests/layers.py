@@ -18,7 +18,7 @@ PUBLIC = ["fusedmoe.h"]
 BACKEND = PUBLIC + ["backend.h", "util.h"]  # all that a backend knows of the core
 CPU = ["cpu/plan.h", "cpu/parallel.h", "cpu/groups.h", "cpu/kernels/kernels.h"]
 LAYERS = {
-    "include": [],
+    "include": PUBLIC,
     "src": PUBLIC,
     "src/cpu": BACKEND + CPU + ["cpu/kernels/kernels.inc", "cpu/ops/ops.h"],  # ops.h: the table of backend.c
     "src/cpu/ref": BACKEND,  # the specification knows nothing of the kernels
@@ -30,6 +30,7 @@ LAYERS = {
     "src/cuda": BACKEND + ["cuda/*", "sm80/*", "sm90/*"],
     "src/cuda/sm80": BACKEND + ["cuda/*"],
     "src/cuda/sm90": BACKEND + ["cuda/*"],
+    "src/ep": PUBLIC + ["fusedmoe_ep.h", "error.h", "util.h"],  # the public API, as any program would use it
     "src/ascend": BACKEND + ["ascend/*"],
     "cli": PUBLIC,
     "examples": PUBLIC,

@@ -72,6 +72,7 @@ second_lane &
 if [ $released = 0 ]; then
     bin=$build/tests
     for name in "${units[@]}"; do suite "$name" "$bin/test_$name" --seed "$seed"; done
+    suite ep-mpi tests/mpi/run.sh "$build"
     suite layers tests/layers.py
     suite example tests/falls.sh "$bin/train_layer"
     suite replay replays "$bin"

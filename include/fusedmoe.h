@@ -100,7 +100,7 @@ typedef enum fmoe_status {
     FMOE_ERR_BACKEND = 15,    /* the backend is not there: library, symbol or device missing */
     FMOE_ERR_DEVICE = 16,     /* the device's runtime reported an error */
     FMOE_ERR_UNSUPPORTED = 17, /* a combination this backend does not implement */
-    FMOE_ERR_EXCHANGE = 18    /* expert parallelism (fusedmoe_ep.h): a rank died, lags, or sends what it did not announce */
+    FMOE_ERR_EXCHANGE = 18     /* between ranks (fusedmoe_ep.h): one died, lags, or sends what it did not announce */
 } fmoe_status;
 
 FMOE_API const char *fmoe_status_string(fmoe_status status); /* "FMOE_ERR_SHAPE"; never NULL */
@@ -455,7 +455,7 @@ typedef struct fmoe_experts_args {
     const fmoe_tensor *ids;     /* in  [T,k] */
     const fmoe_tensor *weights; /* in  [T,k], p */
     fmoe_weights w;             /* in */
-    const fmoe_tensor *out;     /* out [T,H] (CPU: or f32, the sums as they are before they are rounded); forward only */
+    const fmoe_tensor *out;     /* out [T,H] (CPU: or f32, sums that are not rounded); forward only */
     void *saved;                /* forward: out, or NULL for inference. backward: in (FMOE_REUSE_SAVED: used
                                    up). Aligned to 16 (devices: 256) */
     size_t saved_bytes;

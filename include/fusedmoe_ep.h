@@ -17,19 +17,19 @@
  *                  order of one process. The bits of EP = n are those of one process that has all tokens, rank after
  *                  rank: outputs, and every gradient. (Replicas: a gradient is in parts, one for each rank that has
  *                  the expert, for the caller to add.)
- *   FMOE_EP_LEAN   one weighted partial sum for each (token, rank), in the layer's dtype: fewest bytes, another rounding
- *                  of out and dx. With u of the dtype, m <= min(k, ranks) partial sums s_i of a token, and v = 2^-24:
- *                  |lean - exact| <= u * sum |s_i| + u |out| + (k + m) v * sum_j |p_j y_j|  (first order).
- *                  Gradients of weights and of p have the bits of one process here too.
+ *   FMOE_EP_LEAN   one weighted partial sum for each (token, rank), in the layer's dtype: fewest bytes, another
+ * rounding of out and dx. With u of the dtype, m <= min(k, ranks) partial sums s_i of a token, and v = 2^-24: |lean -
+ * exact| <= u * sum |s_i| + u |out| + (k + m) v * sum_j |p_j y_j|  (first order). Gradients of weights and of p have
+ * the bits of one process here too.
  *
  * Rows are ordered by (source rank, source row), never by arrival: same inputs, same bits.
  *
  * What differs from fusedmoe.h: how many rows come is known after the count alone, so a call (fmoe_ep_call) allocates,
  * by the engine's functions where it has them. On the CPU, in f32, bf16 and f16.
  *
- * Errors: what is wrong with a rank's own arguments is told to the others in the count; every rank returns an error that
- * names rank and phase, and the next call works. After any later error, and after a deadline, the engine is given up
- * (fmoe_exchange.abort): all ranks that live return an error, and make a new engine to go on.
+ * Errors: what is wrong with a rank's own arguments is told to the others in the count; every rank returns an error
+ * that names rank and phase, and the next call works. After any later error, and after a deadline, the engine is given
+ * up (fmoe_exchange.abort): all ranks that live return an error, and make a new engine to go on.
  */
 #ifndef FUSEDMOE_EP_H
 #define FUSEDMOE_EP_H
@@ -55,7 +55,8 @@ typedef struct fmoe_exchange {
      * another number of rows is an error, before anything is written. */
     fmoe_status (*begin)(void *ctx, const void *send, const int64_t *send_rows, void *recv, const int64_t *recv_rows,
                          int64_t row_bytes, void **request);
-    fmoe_status (*wait)(void *ctx, void *request, int64_t timeout_ms); /* the request is gone after it, whatever it answers */
+    fmoe_status (*wait)(void *ctx, void *request,
+                        int64_t timeout_ms); /* the request is gone after it, whatever it answers */
     /* Give up: no buffer is read or written after it (those of `alloc`: before `free` gives them back), and the peers
      * learn of it, with this text, as soon as the engine can tell them, or by their deadline. */
     void (*abort)(void *ctx, const char *why);
@@ -75,15 +76,16 @@ typedef struct fmoe_ep_desc {
     size_t size;                   /* sizeof(fmoe_ep_desc) */
     const fmoe_desc *layer;        /* FMOE_OP_EXPERTS of the whole layer: E counts the experts of all ranks */
     const fmoe_exchange *exchange; /* copied; its ctx must outlive the layer */
-    /* Where experts are: expert[i] is on rank[i], in this order on each rank. Every expert at least once; more than once
-     * is a replica: a rank uses its own, else the one that (its rank + expert) modulo their number picks. NULL, both: rank r
-     * has the experts from r*E/ranks to (r+1)*E/ranks. */
+    /* Where experts are: expert[i] is on rank[i], in this order on each rank. Every expert at least once; more than
+     * once is a replica: a rank uses its own, else the one that (its rank + expert) modulo their number picks. NULL,
+     * both: rank r has the experts from r*E/ranks to (r+1)*E/ranks. */
     const int32_t *expert, *rank;
     int64_t placements;
-    int32_t mode;       /* fmoe_ep_mode */
-    int32_t chunks;     /* tokens are cut in so many pieces, and the exchange of one runs beside the products of another.
-                           0: 1. Weight gradients are computed last, over all of them. */
-    int64_t capacity;   /* rows a rank sends to another at most; tokens beyond it skip that rank. 0: no limit (dropless) */
+    int32_t mode;   /* fmoe_ep_mode */
+    int32_t chunks; /* tokens are cut in so many pieces, and the exchange of one runs beside the products of another.
+                       0: 1. Weight gradients are computed last, over all of them. */
+    int64_t
+        capacity; /* rows a rank sends to another at most; tokens beyond it skip that rank. 0: no limit (dropless) */
     int64_t timeout_ms; /* of every exchange; 0: 600000 */
 } fmoe_ep_desc;
 
@@ -101,8 +103,8 @@ FMOE_API int64_t fmoe_ep_local(const fmoe_ep *ep, int32_t *experts, int64_t n);
 /* ---- Running --------------------------------------------------------------------------------------------- *
  *
  * Tensors as in fmoe_experts_args, of this rank: its T tokens (which may differ from rank to rank), ids over all E, and
- * weights of its own experts alone, E there being their number. A rank without experts gives none. Each phase reads what
- * it needs; the tensors stay the same from phase to phase. */
+ * weights of its own experts alone, E there being their number. A rank without experts gives none. Each phase reads
+ * what it needs; the tensors stay the same from phase to phase. */
 typedef struct fmoe_ep_args {
     size_t size;
     const fmoe_tensor *x;        /* dispatch forward: in [T,H] */

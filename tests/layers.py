@@ -36,7 +36,7 @@ LAYERS = {
     "cli": PUBLIC,
     "examples": PUBLIC,
     "bench": PUBLIC,
-    "python/core": PUBLIC + ["core.h", "pages.h", "pool.h"],
+    "python/core": PUBLIC + ["fusedmoe_ep.h", "core.h", "pages.h", "pool.h"],
 }
 ONLY = {"cpu/ops/ops.h": ["src/cpu/backend.c", "src/cpu/ops/*"]}  # and no other file
 SYSTEM = {"include": ["mpi.h", "stddef.h", "stdint.h"]}  # headers in angle brackets, where not all are welcome

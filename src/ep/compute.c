@@ -3,7 +3,8 @@
  * compute.c - the experts of this rank on the rows that came, by fusedmoe.h alone.
  *
  * Exact: each pair is a token of its own with one slot, whose "sum" 0 + 1 * y is y in f32. One row of x may be several
- * pairs', so rows are gathered first. Lean: each row is a token with its pairs as slots, whose sum is the partial sum. */
+ * pairs', so rows are gathered first. Lean: each row is a token with its pairs as slots, whose sum is the partial sum.
+ */
 #include "ep.h"
 
 /* The tokens of one run: pairs (exact) or rows (lean), some of those that came, in some order. */
@@ -21,7 +22,7 @@ static void store_p(void *p, int type, int64_t i, float v)
     else ((uint16_t *)p)[i] = type == FMOE_BF16 ? fmoe_float_to_bf16(v) : fmoe_float_to_f16(v);
 }
 
-static void batch_free(const fmoe_ep *ep, ep_batch *b)
+static void batch_free(fmoe_ep *ep, ep_batch *b)
 {
     for (int i = 0; i < 4; i++) fmoe_ep_free(ep, b->memory[i]);
 }
@@ -29,7 +30,7 @@ static void batch_free(const fmoe_ep *ep, ep_batch *b)
 /* Rows of one pass for the batch: gathered, or where they lie. */
 static const char *batch_rows(const fmoe_ep_call *c, ep_batch *b, int of, const char *recv)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t bytes = ep_row_bytes(ep);
     if (!ep_exact(ep) && !b->pairs) return recv + b->first * bytes;
     char *const to = b->memory[of] = fmoe_ep_alloc(ep, b->n, bytes);
@@ -44,7 +45,7 @@ static const char *batch_rows(const fmoe_ep_call *c, ep_batch *b, int of, const 
 static fmoe_status batch_slots(const fmoe_ep_call *c, ep_batch *b, bool ones, int64_t pair0, int64_t pairs,
                                const int64_t *position)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int p_type = ones ? FMOE_F32 : c->p_type;
     int32_t *const ids = fmoe_ep_alloc(ep, b->n, b->k * 4);
     void *const p = fmoe_ep_alloc(ep, b->n, b->k * (int64_t)fmoe_dtype_size(p_type));
@@ -76,10 +77,11 @@ static fmoe_status batch_slots(const fmoe_ep_call *c, ep_batch *b, bool ones, in
 
 static fmoe_status batch_of_chunk(const fmoe_ep_call *c, int64_t chunk, bool ones, bool backward, ep_batch *b)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks, pair0 = c->recv_pair_at[chunk * R], pairs = c->recv_pair_at[(chunk + 1) * R] - pair0;
     const int64_t row0 = c->recv_row_at[chunk * R], rows = c->recv_row_at[(chunk + 1) * R] - row0;
-    *b = (ep_batch){.n = ep_exact(ep) ? pairs : rows, .k = ep_exact(ep) ? 1 : ep->d.k, .first = ep_exact(ep) ? pair0 : row0};
+    *b = (ep_batch){
+        .n = ep_exact(ep) ? pairs : rows, .k = ep_exact(ep) ? 1 : ep->d.k, .first = ep_exact(ep) ? pair0 : row0};
     const char *const x = batch_rows(c, b, 0, c->rows[0].recv);
     const char *const dout = backward ? batch_rows(c, b, 1, c->rows[1].recv) : x;
     if (!x || !dout) return FMOE_ERR_NOMEM;
@@ -88,7 +90,7 @@ static fmoe_status batch_of_chunk(const fmoe_ep_call *c, int64_t chunk, bool one
     return batch_slots(c, b, ones, pair0, pairs, NULL);
 }
 
-static fmoe_status run_experts(const fmoe_ep *ep, fmoe_plan plan, fmoe_pass pass, int64_t n, const fmoe_experts_args *a,
+static fmoe_status run_experts(fmoe_ep *ep, fmoe_plan plan, fmoe_pass pass, int64_t n, const fmoe_experts_args *a,
                                bool accumulate)
 {
     fmoe_run run = FMOE_RUN_INIT;
@@ -114,7 +116,7 @@ static fmoe_status take_saved(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk, in
 
 fmoe_status fmoe_ep_compute_forward(fmoe_ep_call *c, int64_t chunk, const fmoe_ep_args *args)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     ep_batch b = {0};
     ep_tensor out;
     if (!ep->n_local) return FMOE_OK; /* and nothing came: the announcements were checked */
@@ -123,7 +125,7 @@ fmoe_status fmoe_ep_compute_forward(fmoe_ep_call *c, int64_t chunk, const fmoe_e
     if (!status) status = take_saved(c, FMOE_FORWARD, chunk, b.n, &a);
     if (!status) {
         a.out = fmoe_ep_matrix(&out, c->rows[0].back_send + b.first * ep_back_bytes(ep), b.n, ep->d.H,
-                          ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
+                               ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
         status = run_experts(ep, ep->experts, FMOE_FORWARD, b.n, &a, false);
     }
     batch_free(ep, &b);
@@ -141,7 +143,7 @@ static void spread_dp(fmoe_ep_call *c, int64_t chunk, const float *dp, int64_t r
 /* dx and dp of a chunk; where it is the only one, the weight gradients too. */
 fmoe_status fmoe_ep_compute_backward(fmoe_ep_call *c, int64_t chunk, const fmoe_ep_args *args)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     ep_batch b = {0};
     ep_tensor dx, dp;
     float *wide = NULL;
@@ -154,7 +156,7 @@ fmoe_status fmoe_ep_compute_backward(fmoe_ep_call *c, int64_t chunk, const fmoe_
         a.dout = &b.dout.t;
         if (c->want_dx)
             a.dx = fmoe_ep_matrix(&dx, c->rows[1].back_send + b.first * ep_back_bytes(ep), b.n, ep->d.H,
-                             ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
+                                  ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
         a.dweights = fmoe_ep_matrix(&dp, wide ? wide : c->rows[1].dp_send + b.first, b.n, b.k, FMOE_F32);
         if (ep->chunks == 1) a.dw = args->dw;
         status = run_experts(ep, ep->experts, FMOE_BACKWARD, b.n, &a, args->accumulate && ep->chunks == 1);
@@ -175,7 +177,7 @@ static bool wants_gradients(const fmoe_weights *dw)
  * computed again, for it lies there chunk by chunk. */
 fmoe_status fmoe_ep_weight_gradients(fmoe_ep_call *c, const fmoe_ep_args *args)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep), pairs = c->recv_pair_at[cells], rows = c->recv_row_at[cells];
     if (ep->chunks == 1 || !ep->n_local || !wants_gradients(&args->dw)) return FMOE_OK;
     ep_batch b = {.n = ep_exact(ep) ? pairs : rows, .k = ep_exact(ep) ? 1 : ep->d.k};
@@ -200,10 +202,17 @@ fmoe_status fmoe_ep_weight_gradients(fmoe_ep_call *c, const fmoe_ep_args *args)
 /* One rank with all experts: the plain layer. */
 fmoe_status fmoe_ep_direct(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *args)
 {
-    const fmoe_ep *ep = c->ep;
-    fmoe_experts_args a = {.size = sizeof a,     .x = args->x,       .ids = args->ids, .weights = args->weights,
-                           .w = args->w,         .out = args->out,   .dout = args->dout, .dx = args->dx,
-                           .dweights = args->dweights, .dw = args->dw};
+    fmoe_ep *const ep = c->ep;
+    fmoe_experts_args a = {.size = sizeof a,
+                           .x = args->x,
+                           .ids = args->ids,
+                           .weights = args->weights,
+                           .w = args->w,
+                           .out = args->out,
+                           .dout = args->dout,
+                           .dx = args->dx,
+                           .dweights = args->dweights,
+                           .dw = args->dw};
     FMOE_TRY(take_saved(c, pass, 0, c->T, &a));
     return run_experts(ep, ep->experts, pass, c->T, &a, pass == FMOE_BACKWARD && args->accumulate);
 }

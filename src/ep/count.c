@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * count.c - the first phase: where each token goes, what the others announce, and the memory for it. What a peer says is
- * checked before any of it is used. */
+ * count.c - the first phase: where each token goes, what the others announce, and the memory for it. What a peer says
+ * is checked before any of it is used. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,8 @@
 
 enum { HEAD = 3 }; /* numbers before the counts of an announcement: form, status, type of the routing weights */
 
-fmoe_status fmoe_ep_check_tensor(const char *name, const fmoe_tensor *t, int64_t rows, int64_t columns, int dtype, int other)
+fmoe_status fmoe_ep_check_tensor(const char *name, const fmoe_tensor *t, int64_t rows, int64_t columns, int dtype,
+                                 int other)
 {
     if (!t) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", name);
     if (t->device.type != FMOE_CPU)
@@ -58,10 +59,11 @@ static float get_p(const fmoe_tensor *t, int64_t i)
 
 static int64_t chunk_of(const fmoe_ep_call *c, int64_t t) { return t * c->ep->chunks / c->T; }
 
-/* slot_dest[t*k+j]: rank, or -1. Counts rows and pairs; seen [2*ranks]: the last token that was sent, or dropped, there. */
+/* slot_dest[t*k+j]: rank, or -1. Counts rows and pairs; seen [2*ranks]: the last token that was sent, or dropped,
+ * there. */
 static fmoe_status route_slots(fmoe_ep_call *c, const fmoe_tensor *ids, int32_t *slot_dest, int64_t *seen)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks, k = ep->d.k, E = ep->d.E;
     int64_t *const dropped = seen + R, *const sent = seen + 2 * R;
     for (int64_t i = 0; i < 2 * R; i++) seen[i] = -1;
@@ -72,8 +74,9 @@ static fmoe_status route_slots(fmoe_ep_call *c, const fmoe_tensor *ids, int32_t 
             slot_dest[i] = -1;
             if ((e == -1 && (ep->d.flags & FMOE_SKIP_NEG1)) || (e == E && (ep->d.flags & FMOE_SKIP_E))) continue;
             if (e < 0 || e >= E)
-                return fmoe_fail(FMOE_ERR_INDEX, "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", must be in [0,%" PRId64 ")",
-                                 t, i - t * k, e, E);
+                return fmoe_fail(FMOE_ERR_INDEX,
+                                 "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", must be in [0,%" PRId64 ")", t,
+                                 i - t * k, e, E);
             const int32_t d = ep->dest[e];
             if (seen[d] != t && ep->capacity && sent[d] == ep->capacity) dropped[d] = t;
             if (dropped[d] == t) {
@@ -113,7 +116,7 @@ static void sort_slots(const fmoe_tensor *ids, int64_t t, int64_t k, int64_t *sl
 static void list_slots(fmoe_ep_call *c, const fmoe_tensor *ids, const fmoe_tensor *p, const int32_t *slot_dest,
                        int64_t *cursor)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks, k = ep->d.k, cells = ep_cells(ep), slots = ep->sum_slots;
     int64_t *const row_at = cursor, *const pair_at = cursor + cells, *const whole_at = cursor + 2 * cells,
                    *const row_of = cursor + 3 * cells, *const sorted = row_of + R;
@@ -170,7 +173,7 @@ static void list_slots(fmoe_ep_call *c, const fmoe_tensor *ids, const fmoe_tenso
 
 static fmoe_status check_announced(fmoe_ep_call *c, const int64_t *told, int64_t width)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks;
     for (int64_t r = 0; r < R; r++)
         if (told[r * width + 1] != FMOE_OK)
@@ -181,10 +184,12 @@ static fmoe_status check_announced(fmoe_ep_call *c, const int64_t *told, int64_t
         const int64_t *said = told + r * width;
         int64_t of_rank = 0;
         if (said[0] != ep->form)
-            return fmoe_fail(FMOE_ERR_EXCHANGE, "rank %" PRId64 " runs another layer, other options or another map of experts", r);
+            return fmoe_fail(FMOE_ERR_EXCHANGE,
+                             "rank %" PRId64 " runs another layer, other options or another map of experts", r);
         if (said[2] != c->p_type)
-            return fmoe_fail(FMOE_ERR_EXCHANGE, "rank %" PRId64 " has routing weights of dtype %" PRId64 ", this rank of %d", r,
-                             said[2], c->p_type);
+            return fmoe_fail(FMOE_ERR_EXCHANGE,
+                             "rank %" PRId64 " has routing weights of dtype %" PRId64 ", this rank of %d", r, said[2],
+                             c->p_type);
         for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
             const int64_t n = said[HEAD + 2 * chunk], m = said[HEAD + 2 * chunk + 1];
             int64_t most;
@@ -207,10 +212,11 @@ static fmoe_status check_announced(fmoe_ep_call *c, const int64_t *told, int64_t
 
 static fmoe_status announce(fmoe_ep_call *c, fmoe_status mine)
 {
-    fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks, width = HEAD + 2 * (int64_t)ep->chunks;
     int64_t *const tell = calloc((size_t)(2 * R * width), sizeof *tell), *const told = tell + R * width;
-    if (!tell) return fmoe_ep_broken(ep, FMOE_FORWARD, PHASE_COUNT, fmoe_fail(FMOE_ERR_NOMEM, "no memory to announce rows"));
+    if (!tell)
+        return fmoe_ep_broken(ep, FMOE_FORWARD, PHASE_COUNT, fmoe_fail(FMOE_ERR_NOMEM, "no memory to announce rows"));
     for (int64_t r = 0; r < R; r++) {
         int64_t *to = tell + r * width;
         to[0] = ep->form;
@@ -250,7 +256,7 @@ static fmoe_status alloc_saved(fmoe_ep_call *c)
 
 static fmoe_status alloc_home(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep), n = 4 * cells + 4 * (cells + 1);
     int64_t slots;
     if (__builtin_mul_overflow(c->T, ep->d.k, &slots) || slots > INT64_MAX / 64)
@@ -272,7 +278,7 @@ static fmoe_status alloc_home(fmoe_ep_call *c)
 
 static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep);
     FMOE_TRY(alloc_home(c));
     int32_t *const slot_dest = fmoe_ep_alloc(ep, c->T * ep->d.k, sizeof *slot_dest);
@@ -293,19 +299,19 @@ static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
 
 static fmoe_status alloc_away(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t pairs = c->recv_pair_at[ep_cells(ep)], rows = c->recv_row_at[ep_cells(ep)];
-    if (!(c->pairs_recv = fmoe_ep_alloc(ep, pairs, sizeof *c->pairs_recv)) || !(c->pair_row = fmoe_ep_alloc(ep, pairs, 8)) ||
-        !(c->pair_expert = fmoe_ep_alloc(ep, pairs, 4)) || !(c->pair_p = fmoe_ep_alloc(ep, pairs, 4)) ||
-        !(c->pair_slot = fmoe_ep_alloc(ep, pairs, 8)) || !(c->order = fmoe_ep_alloc(ep, pairs, 8)) ||
-        !(c->row_order = fmoe_ep_alloc(ep, rows, 8)))
+    if (!(c->pairs_recv = fmoe_ep_alloc(ep, pairs, sizeof *c->pairs_recv)) ||
+        !(c->pair_row = fmoe_ep_alloc(ep, pairs, 8)) || !(c->pair_expert = fmoe_ep_alloc(ep, pairs, 4)) ||
+        !(c->pair_p = fmoe_ep_alloc(ep, pairs, 4)) || !(c->pair_slot = fmoe_ep_alloc(ep, pairs, 8)) ||
+        !(c->order = fmoe_ep_alloc(ep, pairs, 8)) || !(c->row_order = fmoe_ep_alloc(ep, rows, 8)))
         return FMOE_ERR_NOMEM;
     return fmoe_ep_rows_alloc(c, FMOE_FORWARD);
 }
 
 static void count_stats(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     for (int64_t i = 0; i < ep_cells(ep); i++) {
         if (i % ep->x.ranks == ep->x.rank) continue;
         c->stats.rows_out += c->send_rows[i];
@@ -316,7 +322,7 @@ static void count_stats(fmoe_ep_call *c)
     c->stats.bytes_pairs = c->stats.pairs_out * (int64_t)sizeof(ep_pair);
 }
 
-static fmoe_status check_args(const fmoe_ep *ep, const fmoe_ep_args *a)
+static fmoe_status check_args(fmoe_ep *ep, const fmoe_ep_args *a)
 {
     FMOE_TRY(fmoe_ep_check_size("fmoe_ep_args", a->size, sizeof *a, a));
     FMOE_TRY(fmoe_ep_check_tensor("ids", a->ids, -1, ep->d.k, -32, -64));
@@ -330,7 +336,7 @@ static fmoe_status check_args(const fmoe_ep *ep, const fmoe_ep_args *a)
 
 static fmoe_status count(fmoe_ep_call *c, const fmoe_ep_args *a)
 {
-    fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     fmoe_status status = check_args(ep, a);
     if (!status) {
         c->T = a->ids->shape[0];
@@ -353,7 +359,8 @@ fmoe_status fmoe_ep_count(fmoe_ep *ep, const fmoe_ep_args *args, fmoe_ep_call **
     if (!ep) return fmoe_fail(FMOE_ERR_NULL, "ep is NULL");
     if (!args) return fmoe_fail(FMOE_ERR_NULL, "fmoe_ep_args is NULL");
     if (ep->broken)
-        return fmoe_ep_named(ep, FMOE_FORWARD, PHASE_COUNT, fmoe_fail(FMOE_ERR_EXCHANGE, "the engine was given up after an error: make a new one"));
+        return fmoe_ep_named(ep, FMOE_FORWARD, PHASE_COUNT,
+                             fmoe_fail(FMOE_ERR_EXCHANGE, "the engine was given up after an error: make a new one"));
     fmoe_ep_call *c = calloc(1, sizeof *c);
     if (!c) return fmoe_ep_broken(ep, FMOE_FORWARD, PHASE_COUNT, fmoe_fail(FMOE_ERR_NOMEM, "no memory for a call"));
     c->ep = ep;
@@ -369,13 +376,13 @@ void fmoe_ep_call_free(fmoe_ep_call **call)
 {
     if (!call || !*call) return;
     fmoe_ep_call *c = *call;
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     for (int64_t i = 0; c->saved && i < ep->chunks; i++) fmoe_ep_free(ep, c->saved[i]);
     fmoe_ep_rows_free(c, FMOE_FORWARD, true);
     fmoe_ep_rows_free(c, FMOE_BACKWARD, true);
-    void *const all[] = {c->send_rows,  c->send_token,  c->slot_pair, c->map,       c->p,         c->pairs_send,
-                         c->pairs_recv, c->pair_row,    c->pair_expert, c->pair_p,  c->pair_slot, c->order,
-                         c->row_order,  c->requests};
+    void *const all[] = {c->send_rows,  c->send_token, c->slot_pair, c->map,         c->p,
+                         c->pairs_send, c->pairs_recv, c->pair_row,  c->pair_expert, c->pair_p,
+                         c->pair_slot,  c->order,      c->row_order, c->requests};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) fmoe_ep_free(ep, all[i]);
     free(c);
     *call = NULL;
@@ -394,7 +401,7 @@ fmoe_status fmoe_ep_call_stats(const fmoe_ep_call *call, fmoe_ep_stats *stats)
 /* By (source, chunk, row, slot) as they came; kept by (chunk, source, row, slot). */
 fmoe_status fmoe_ep_read_pairs(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks;
     int64_t at = 0, rows = 0;
     for (int64_t r = 0; r < R; r++)
@@ -412,7 +419,8 @@ fmoe_status fmoe_ep_read_pairs(fmoe_ep_call *c)
                 if (e >= ep->n_local || row < first_row || row >= first_row + c->recv_rows[cell] || slot >= ep->d.k)
                     return fmoe_fail(FMOE_ERR_EXCHANGE,
                                      "rank %" PRId64 " sends expert %" PRId64 " in slot %" PRId64 " of row %" PRId64
-                                     ": there are %" PRId64 " experts here, %" PRId64 " slots, and it announced %" PRId64 " rows",
+                                     ": there are %" PRId64 " experts here, %" PRId64
+                                     " slots, and it announced %" PRId64 " rows",
                                      r, e, slot, row - first_row, ep->n_local, ep->d.k, c->recv_rows[cell]);
                 c->pair_row[first + i] = row;
                 c->pair_expert[first + i] = (int32_t)e;
@@ -421,7 +429,8 @@ fmoe_status fmoe_ep_read_pairs(fmoe_ep_call *c)
                 c->order[at] = first + i;
             }
             if (row + 1 != first_row + c->recv_rows[cell])
-                return fmoe_fail(FMOE_ERR_EXCHANGE, "rank %" PRId64 " announced %" PRId64 " rows, its pairs are of %" PRId64, r,
+                return fmoe_fail(FMOE_ERR_EXCHANGE,
+                                 "rank %" PRId64 " announced %" PRId64 " rows, its pairs are of %" PRId64, r,
                                  c->recv_rows[cell], row + 1 - first_row);
         }
     return FMOE_OK;

@@ -2,7 +2,8 @@
  *
  * engine_threads.c - ranks that are threads of one process. An exchange is posted by each rank under its number in the
  * order of calls; the receiver copies out of the sender's buffer while it waits, after it has compared what was posted
- * with what it expects. wait answers when everybody has taken what is theirs: then buffers belong to the caller again. */
+ * with what it expects. wait answers when everybody has taken what is theirs: then buffers belong to the caller again.
+ */
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -151,7 +152,8 @@ static fmoe_status threads_begin(void *ctx, const void *send, const int64_t *sen
     fmoe_status status = FMOE_OK;
     pthread_mutex_lock(&g->lock);
     if (g->aborted >= 0 || m->gone) status = aborted(g);
-    else if (m->posts[m->next % DEPTH]) status = fmoe_fail(FMOE_ERR_EXCHANGE, "more than %d exchanges under way", DEPTH);
+    else if (m->posts[m->next % DEPTH])
+        status = fmoe_fail(FMOE_ERR_EXCHANGE, "more than %d exchanges under way", DEPTH);
     else {
         p->number = m->next++;
         m->posts[p->number % DEPTH] = p;
@@ -180,7 +182,8 @@ static fmoe_status take_from(member *m, post *mine, int32_t r, char *to, const s
         if (g->aborted >= 0) return aborted(g);
         if (theirs && theirs->number == mine->number) break;
         if (!wait_until(g, deadline))
-            return fmoe_fail(FMOE_ERR_EXCHANGE, "rank %d has not come to exchange %" PRId64 " by the deadline", r, mine->number);
+            return fmoe_fail(FMOE_ERR_EXCHANGE, "rank %d has not come to exchange %" PRId64 " by the deadline", r,
+                             mine->number);
     }
     if (theirs->send_rows[m->rank] != mine->recv_rows[r] || theirs->row_bytes != mine->row_bytes)
         return fmoe_fail(FMOE_ERR_EXCHANGE,
@@ -220,7 +223,8 @@ static fmoe_status threads_wait(void *ctx, void *request, int64_t timeout_ms)
     while (!status && mine->taken < g->ranks)
         if (g->aborted >= 0) status = aborted(g);
         else if (!wait_until(g, &deadline))
-            status = fmoe_fail(FMOE_ERR_EXCHANGE, "%d of %d ranks have taken their rows of exchange %" PRId64 " by the deadline",
+            status = fmoe_fail(FMOE_ERR_EXCHANGE,
+                               "%d of %d ranks have taken their rows of exchange %" PRId64 " by the deadline",
                                mine->taken, g->ranks, mine->number);
     while (mine->readers) pthread_cond_wait(&g->changed, &g->lock);
     free_post(m, mine->number);
@@ -243,7 +247,8 @@ fmoe_status fmoe_ep_threads_exchange(fmoe_ep_threads *group, int32_t rank, fmoe_
     if (!group || !exchange) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", group ? "exchange" : "group");
     if (rank < 0 || rank >= group->ranks)
         return fmoe_fail(FMOE_ERR_ARG, "rank is %d, must be 0 to %d", rank, group->ranks - 1);
-    *exchange = (fmoe_exchange){.size = sizeof *exchange, .rank = rank, .ranks = group->ranks, .ctx = &group->members[rank]};
+    *exchange =
+        (fmoe_exchange){.size = sizeof *exchange, .rank = rank, .ranks = group->ranks, .ctx = &group->members[rank]};
     exchange->counts = threads_counts;
     exchange->begin = threads_begin;
     exchange->wait = threads_wait;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * ep.c - a layer over ranks: where its experts are, the plans of what this rank computes, errors with rank and phase. */
+ * ep.c - a layer over ranks: where its experts are, the plans of what this rank computes, errors with rank and phase.
+ */
 #include "ep.h"
 
 #include <inttypes.h>
@@ -20,28 +21,64 @@ fmoe_status fmoe_ep_check_size(const char *name, size_t given, size_t known, con
                          fmoe_version_string(), known);
     for (size_t i = known; i < given; i++)
         if (((const unsigned char *)bytes)[i])
-            return fmoe_fail(FMOE_ERR_ARG, "%s.size is %zu, this library knows %zu bytes, and byte %zu is not zero", name,
-                             given, known, i);
+            return fmoe_fail(FMOE_ERR_ARG, "%s.size is %zu, this library knows %zu bytes, and byte %zu is not zero",
+                             name, given, known, i);
     return FMOE_OK;
 }
 
-void *fmoe_ep_alloc(const fmoe_ep *ep, int64_t count, int64_t element)
+/* Blocks begin with their size. Large ones that are given back are kept for the next call, which has need of about the
+ * same: new pages cost more than the copies into them. */
+typedef struct ep_block {
+    size_t bytes;
+    char pad[56];
+} ep_block;
+
+enum { KEPT_FROM = 1 << 16 };
+
+static void release(const fmoe_ep *ep, ep_block *b)
 {
-    int64_t bytes;
-    void *memory = NULL;
-    if (!__builtin_mul_overflow(count, element, &bytes) && bytes < INT64_MAX / 2) {
-        const size_t n = bytes ? (size_t)bytes : 1;
-        memory = ep->x.alloc ? ep->x.alloc(ep->x.ctx, n) : malloc(n);
-    }
-    if (!memory) fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " elements of %" PRId64 " bytes", count, element);
-    return memory;
+    if (ep->x.free) ep->x.free(ep->x.ctx, b);
+    else free(b);
 }
 
-void fmoe_ep_free(const fmoe_ep *ep, void *memory)
+/* The smallest kept block that is large enough, and not more than twice that. */
+static ep_block *take_kept(fmoe_ep *ep, size_t bytes)
+{
+    int best = -1;
+    for (int i = 0; i < EP_KEPT; i++) {
+        const size_t n = ep->kept[i] ? ep->kept[i]->bytes : 0;
+        if (n >= bytes && n / 2 <= bytes && (best < 0 || n < ep->kept[best]->bytes)) best = i;
+    }
+    ep_block *const b = best < 0 ? NULL : ep->kept[best];
+    if (b) ep->kept[best] = NULL;
+    return b;
+}
+
+void *fmoe_ep_alloc(fmoe_ep *ep, int64_t count, int64_t element)
+{
+    int64_t bytes;
+    ep_block *b = NULL;
+    if (!__builtin_mul_overflow(count, element, &bytes) && bytes < INT64_MAX / 2) {
+        const size_t n = bytes ? (size_t)bytes : 1;
+        if (n >= KEPT_FROM) b = take_kept(ep, n);
+        if (b) return b + 1;
+        b = ep->x.alloc ? ep->x.alloc(ep->x.ctx, sizeof *b + n) : malloc(sizeof *b + n);
+        if (b) b->bytes = n;
+    }
+    if (!b) fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " elements of %" PRId64 " bytes", count, element);
+    return b ? b + 1 : NULL;
+}
+
+void fmoe_ep_free(fmoe_ep *ep, void *memory)
 {
     if (!memory) return;
-    if (ep->x.free) ep->x.free(ep->x.ctx, memory);
-    else free(memory);
+    ep_block *const b = (ep_block *)memory - 1;
+    for (int i = 0; b->bytes >= KEPT_FROM && !ep->broken && i < EP_KEPT; i++)
+        if (!ep->kept[i]) {
+            ep->kept[i] = b;
+            return;
+        }
+    release(ep, b);
 }
 
 const fmoe_tensor *fmoe_ep_matrix(ep_tensor *t, const void *data, int64_t rows, int64_t columns, int dtype)
@@ -95,7 +132,10 @@ static fmoe_status check_exchange(const fmoe_exchange *x)
         return fmoe_fail(FMOE_ERR_ARG, "exchange.rank is %d, must be 0 to %d", x->rank, x->ranks - 1);
     if (!x->counts || !x->begin || !x->wait || !x->abort)
         return fmoe_fail(FMOE_ERR_NULL, "exchange.%s is NULL",
-                         !x->counts ? "counts" : !x->begin ? "begin" : !x->wait ? "wait" : "abort");
+                         !x->counts  ? "counts"
+                         : !x->begin ? "begin"
+                         : !x->wait  ? "wait"
+                                     : "abort");
     if (!x->alloc != !x->free)
         return fmoe_fail(FMOE_ERR_NULL, "exchange.%s is NULL, exchange.%s is given", x->alloc ? "free" : "alloc",
                          x->alloc ? "alloc" : "free");
@@ -109,7 +149,8 @@ static fmoe_status check_desc(const fmoe_ep_desc *d)
     if (!d->layer) return fmoe_fail(FMOE_ERR_NULL, "layer is NULL");
     FMOE_TRY(fmoe_ep_check_size("fmoe_desc", d->layer->size, sizeof *d->layer, d->layer));
     const fmoe_desc *l = d->layer;
-    if (l->op != FMOE_OP_EXPERTS) return fmoe_fail(FMOE_ERR_ARG, "layer.op is %d, must be %d (experts)", l->op, FMOE_OP_EXPERTS);
+    if (l->op != FMOE_OP_EXPERTS)
+        return fmoe_fail(FMOE_ERR_ARG, "layer.op is %d, must be %d (experts)", l->op, FMOE_OP_EXPERTS);
     if (l->device.type != 0 && l->device.type != FMOE_CPU)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "layer.device.type is %d: expert parallelism runs on the CPU (1)",
                          l->device.type);
@@ -127,7 +168,8 @@ static fmoe_status check_desc(const fmoe_ep_desc *d)
                          d->expert ? "given" : "NULL", d->rank ? "given" : "NULL", d->placements);
     for (int64_t i = 0; d->expert && i < d->placements; i++) {
         if (d->expert[i] < 0 || d->expert[i] >= l->E)
-            return fmoe_fail(FMOE_ERR_INDEX, "expert[%" PRId64 "] is %d, must be 0 to %" PRId64, i, d->expert[i], l->E - 1);
+            return fmoe_fail(FMOE_ERR_INDEX, "expert[%" PRId64 "] is %d, must be 0 to %" PRId64, i, d->expert[i],
+                             l->E - 1);
         if (d->rank[i] < 0 || d->rank[i] >= d->exchange->ranks)
             return fmoe_fail(FMOE_ERR_INDEX, "rank[%" PRId64 "] is %d, must be 0 to %d", i, d->rank[i],
                              d->exchange->ranks - 1);
@@ -235,8 +277,8 @@ static fmoe_status fill(fmoe_ep *ep, const fmoe_ep_desc *desc)
     ep->dest = calloc((size_t)ep->d.E, sizeof *ep->dest);
     ep->index = calloc((size_t)ep->d.E, sizeof *ep->index);
     if (!ep->dest || !ep->index) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " experts", ep->d.E);
-    const int64_t agreed[] = {FMOE_VERSION, ep->d.H, ep->d.I,    ep->d.E,    ep->d.k,  ep->d.dtype, ep->d.act,
-                              ep->d.flags,  ep->mode, ep->chunks, ep->x.ranks, ep->capacity};
+    const int64_t agreed[] = {FMOE_VERSION, ep->d.H,     ep->d.I,  ep->d.E,    ep->d.k,     ep->d.dtype,
+                              ep->d.act,    ep->d.flags, ep->mode, ep->chunks, ep->x.ranks, ep->capacity};
     for (size_t i = 0; i < sizeof agreed / sizeof *agreed; i++) ep->form = hash(ep->form, agreed[i]);
     FMOE_TRY(place(ep, desc));
     ep->direct = ep->x.ranks == 1 && ep->n_local == ep->d.E && !ep->capacity;
@@ -263,6 +305,8 @@ fmoe_status fmoe_ep_create(fmoe_ep **out, const fmoe_ep_desc *desc)
 void fmoe_ep_destroy(fmoe_ep **ep)
 {
     if (!ep || !*ep) return;
+    for (int i = 0; i < EP_KEPT; i++)
+        if ((*ep)->kept[i]) release(*ep, (*ep)->kept[i]);
     fmoe_plan_destroy(&(*ep)->experts);
     fmoe_plan_destroy(&(*ep)->whole);
     fmoe_plan_destroy(&(*ep)->sum);

@@ -19,22 +19,25 @@
 #include "fusedmoe_ep.h"
 #include "util.h"
 
+enum { EP_KEPT = 24 }; /* blocks of memory that wait for the next call */
+
 struct fmoe_ep {
     fmoe_desc d; /* the whole layer */
     fmoe_exchange x;
     int32_t mode, chunks;
     int64_t capacity, timeout_ms;
     int64_t n_local;
-    int32_t *dest;  /* [E]: the rank that tokens of this one go to */
-    int32_t *index; /* [E]: the expert's number there */
-    int32_t *local; /* [n_local]: the experts here */
-    bool direct;    /* one rank that has all experts in order: the plain layer */
-    bool broken;    /* the engine was given up */
+    int32_t *dest;     /* [E]: the rank that tokens of this one go to */
+    int32_t *index;    /* [E]: the expert's number there */
+    int32_t *local;    /* [n_local]: the experts here */
+    bool direct;       /* one rank that has all experts in order: the plain layer */
+    bool broken;       /* the engine was given up */
     fmoe_plan experts; /* those here, k = 1 (exact) or k (lean); 0: none here */
     fmoe_plan whole;   /* the same, for weight gradients over all chunks: computes h again */
     fmoe_plan sum;     /* at home */
     int64_t sum_slots; /* rows of a token that are summed, at most */
     int64_t form;      /* a hash of all that ranks must agree on */
+    struct ep_block *kept[EP_KEPT];
 };
 
 typedef struct ep_pair {
@@ -62,19 +65,19 @@ struct fmoe_ep_call {
     int64_t *send_rows, *send_pairs, *recv_rows, *recv_pairs;
     int64_t *send_row_at, *send_pair_at, *recv_row_at, *recv_pair_at;
     /* Home. */
-    int64_t *send_token;   /* [send rows] */
-    int64_t *slot_pair;    /* [T*k]: pair of a slot, -1: skipped */
-    int64_t *map;          /* [T*sum_slots]: rows that are summed for a token, in the order of the sum; -1: none */
-    float *p;              /* [T*sum_slots]: their weights (exact) */
-    ep_pair *pairs_send;   /* by (destination, chunk, token, slot) */
+    int64_t *send_token; /* [send rows] */
+    int64_t *slot_pair;  /* [T*k]: pair of a slot, -1: skipped */
+    int64_t *map;        /* [T*sum_slots]: rows that are summed for a token, in the order of the sum; -1: none */
+    float *p;            /* [T*sum_slots]: their weights (exact) */
+    ep_pair *pairs_send; /* by (destination, chunk, token, slot) */
     /* Away. */
-    ep_pair *pairs_recv;   /* by (source, chunk, row, slot) */
-    int64_t *pair_row;     /* [recv pairs], by (chunk, source, row, slot): its row in recv, */
-    int32_t *pair_expert;  /* its expert, */
-    float *pair_p;         /* its weight, */
-    int64_t *pair_slot;    /* and how many pairs of its row come before it */
-    int64_t *order;        /* [recv pairs]: pairs in the order of one process */
-    int64_t *row_order;    /* [recv rows]: rows in that order (lean) */
+    ep_pair *pairs_recv;  /* by (source, chunk, row, slot) */
+    int64_t *pair_row;    /* [recv pairs], by (chunk, source, row, slot): its row in recv, */
+    int32_t *pair_expert; /* its expert, */
+    float *pair_p;        /* its weight, */
+    int64_t *pair_slot;   /* and how many pairs of its row come before it */
+    int64_t *order;       /* [recv pairs]: pairs in the order of one process */
+    int64_t *row_order;   /* [recv rows]: rows in that order (lean) */
     ep_rows rows[2];
     void **saved;    /* [chunks] */
     void **requests; /* [2 * chunks + 1]: 0.. rows out, chunks.. rows back, the last: dp or pairs */
@@ -103,8 +106,8 @@ typedef struct ep_tensor {
 const fmoe_tensor *fmoe_ep_matrix(ep_tensor *t, const void *data, int64_t rows, int64_t columns, int dtype);
 
 /* ep.c. Memory of the engine, not cleared; NULL with an error set where there is none. 0 elements: memory too. */
-void *fmoe_ep_alloc(const fmoe_ep *ep, int64_t count, int64_t element);
-void fmoe_ep_free(const fmoe_ep *ep, void *memory);
+void *fmoe_ep_alloc(fmoe_ep *ep, int64_t count, int64_t element);
+void fmoe_ep_free(fmoe_ep *ep, void *memory);
 fmoe_status fmoe_ep_check_size(const char *name, size_t given, size_t known, const void *bytes);
 /* Name the phase, and give the engine up where that is asked for: the others cannot know of it. */
 fmoe_status fmoe_ep_broken(fmoe_ep *ep, fmoe_pass pass, int phase, fmoe_status status);
@@ -112,7 +115,8 @@ fmoe_status fmoe_ep_named(const fmoe_ep *ep, fmoe_pass pass, int phase, fmoe_sta
 
 /* count.c */
 fmoe_status fmoe_ep_read_pairs(fmoe_ep_call *c);
-fmoe_status fmoe_ep_check_tensor(const char *name, const fmoe_tensor *t, int64_t rows, int64_t columns, int dtype, int other);
+fmoe_status fmoe_ep_check_tensor(const char *name, const fmoe_tensor *t, int64_t rows, int64_t columns, int dtype,
+                                 int other);
 
 /* rows.c */
 fmoe_status fmoe_ep_pairs(fmoe_ep_call *c);

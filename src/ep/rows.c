@@ -8,10 +8,11 @@
 
 fmoe_status fmoe_ep_rows_alloc(fmoe_ep_call *c, fmoe_pass pass)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep);
     const int64_t out = c->send_row_at[cells], in = c->recv_row_at[cells];
-    const int64_t back_out = ep_exact(ep) ? c->recv_pair_at[cells] : in, back_in = ep_exact(ep) ? c->send_pair_at[cells] : out;
+    const int64_t back_out = ep_exact(ep) ? c->recv_pair_at[cells] : in,
+                  back_in = ep_exact(ep) ? c->send_pair_at[cells] : out;
     ep_rows *r = &c->rows[pass];
     if (!(r->send = fmoe_ep_alloc(ep, out, ep_row_bytes(ep))) || !(r->recv = fmoe_ep_alloc(ep, in, ep_row_bytes(ep))))
         return FMOE_ERR_NOMEM;
@@ -50,7 +51,7 @@ fmoe_status fmoe_ep_wait(fmoe_ep_call *c, int64_t request)
 /* The ids and routing weights of all rows, in one exchange. */
 fmoe_status fmoe_ep_pairs(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t R = ep->x.ranks;
     int64_t *const n = fmoe_ep_alloc(ep, 2 * R, 8);
     if (!n) return FMOE_ERR_NOMEM;
@@ -66,7 +67,7 @@ fmoe_status fmoe_ep_pairs(fmoe_ep_call *c)
     return status ? status : fmoe_ep_read_pairs(c);
 }
 
-static int64_t count_bytes(const fmoe_ep *ep, const int64_t *rows, int64_t row_bytes)
+static int64_t count_bytes(fmoe_ep *ep, const int64_t *rows, int64_t row_bytes)
 {
     int64_t n = 0;
     for (int32_t r = 0; r < ep->x.ranks; r++) n += r == ep->x.rank ? 0 : rows[r];
@@ -75,7 +76,7 @@ static int64_t count_bytes(const fmoe_ep *ep, const int64_t *rows, int64_t row_b
 
 fmoe_status fmoe_ep_dispatch_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk, const fmoe_tensor *rows)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cell = chunk * ep->x.ranks, bytes = ep_row_bytes(ep), first = c->send_row_at[cell];
     const int64_t stride = fmoe_stride(rows, 0) * (int64_t)fmoe_dtype_size(ep->d.dtype);
     char *const send = c->rows[pass].send;
@@ -83,26 +84,28 @@ fmoe_status fmoe_ep_dispatch_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chun
         memcpy(send + i * bytes, (const char *)fmoe_data(rows) + c->send_token[i] * stride, (size_t)bytes);
     c->stats.bytes_out += count_bytes(ep, c->send_rows + cell, bytes);
     return ep->x.begin(ep->x.ctx, send + first * bytes, c->send_rows + cell,
-                       c->rows[pass].recv + c->recv_row_at[cell] * bytes, c->recv_rows + cell, bytes, &c->requests[chunk]);
+                       c->rows[pass].recv + c->recv_row_at[cell] * bytes, c->recv_rows + cell, bytes,
+                       &c->requests[chunk]);
 }
 
 fmoe_status fmoe_ep_combine_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const bool exact = ep_exact(ep);
     const int64_t cell = chunk * ep->x.ranks, bytes = ep_back_bytes(ep);
     const int64_t *const out = exact ? c->recv_pairs : c->recv_rows, *const in = exact ? c->send_pairs : c->send_rows;
-    const int64_t *const out_at = exact ? c->recv_pair_at : c->recv_row_at,
-                         *const in_at = exact ? c->send_pair_at : c->send_row_at;
+    const int64_t *const out_at = exact ? c->recv_pair_at : c->recv_row_at, *const in_at = exact ? c->send_pair_at
+                                                                                                 : c->send_row_at;
     c->stats.bytes_back += count_bytes(ep, out + cell, bytes);
     return ep->x.begin(ep->x.ctx, c->rows[pass].back_send + out_at[cell] * bytes, out + cell,
-                       c->rows[pass].back_recv + in_at[cell] * bytes, in + cell, bytes, &c->requests[ep->chunks + chunk]);
+                       c->rows[pass].back_recv + in_at[cell] * bytes, in + cell, bytes,
+                       &c->requests[ep->chunks + chunk]);
 }
 
 /* dp of all chunks, chunk after chunk: numbers, four bytes each. */
 fmoe_status fmoe_ep_dp_exchange(fmoe_ep_call *c)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t last = 2 * ep->chunks;
     for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
         const int64_t cell = chunk * ep->x.ranks;
@@ -129,7 +132,7 @@ static void set_float(const fmoe_tensor *t, int64_t i, float v)
 /* out or dx: rows that came back, in the order of one process (exact) or of the ranks (lean). */
 fmoe_status fmoe_ep_sum(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *args)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep), slots = ep->sum_slots, n = c->T * slots;
     const fmoe_tensor *const to = pass == FMOE_FORWARD ? args->out : args->dx;
     for (int64_t i = 0; pass == FMOE_BACKWARD && args->dweights && i < c->T * ep->d.k; i++)
@@ -138,7 +141,8 @@ fmoe_status fmoe_ep_sum(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *arg
     ep_tensor y, p;
     const int64_t rows = ep_exact(ep) ? c->send_pair_at[cells] : c->send_row_at[cells];
     int64_t map_shape[1] = {n};
-    const fmoe_tensor map = {.data = c->map, .device = {FMOE_CPU, 0}, .ndim = 1, .dtype = {0, 64, 1}, .shape = map_shape};
+    const fmoe_tensor map = {
+        .data = c->map, .device = {FMOE_CPU, 0}, .ndim = 1, .dtype = {0, 64, 1}, .shape = map_shape};
     fmoe_unpermute_args a = {.size = sizeof a, .out = to, .map = &map};
     a.y = fmoe_ep_matrix(&y, c->rows[pass].back_recv, rows, ep->d.H, ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
     if (pass == FMOE_FORWARD && ep_exact(ep)) a.weights = fmoe_ep_matrix(&p, c->p, c->T, slots, FMOE_F32);

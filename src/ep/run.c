@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * run.c - the phases, alone and all in one. Overlapped: while chunk c is computed, the rows of chunk c + 1 come and those
- * of chunk c - 1 go home; in the backward, weight gradients are computed while the last dx go home. */
+ * run.c - the phases, alone and all in one. Overlapped: while chunk c is computed, the rows of chunk c + 1 come and
+ * those of chunk c - 1 go home; in the backward, weight gradients are computed while the last dx go home. */
 #include <inttypes.h>
 
 #include "ep.h"
@@ -13,21 +13,24 @@ static fmoe_status check_phase(const fmoe_ep_call *c, fmoe_pass pass, int phase,
     static const char *const names[] = {"nothing", "count", "dispatch", "compute", "combine"};
     if (!c) return fmoe_fail(FMOE_ERR_NULL, "call is NULL");
     if (!a) return fmoe_fail(FMOE_ERR_NULL, "fmoe_ep_args is NULL");
-    if (pass != FMOE_FORWARD && pass != FMOE_BACKWARD) return fmoe_fail(FMOE_ERR_ARG, "pass is %d, must be 0 or 1", (int)pass);
+    if (pass != FMOE_FORWARD && pass != FMOE_BACKWARD)
+        return fmoe_fail(FMOE_ERR_ARG, "pass is %d, must be 0 or 1", (int)pass);
     FMOE_TRY(fmoe_ep_check_size("fmoe_ep_args", a->size, sizeof *a, a));
     if (c->ep->broken) return fmoe_fail(FMOE_ERR_EXCHANGE, "the engine was given up after an error: make a new one");
     const int before = pass == FMOE_BACKWARD && phase == PHASE_DISPATCH ? 0 : phase - 1;
     if (pass == FMOE_BACKWARD && (c->inference || c->done[FMOE_FORWARD] != PHASE_COMBINE))
-        return fmoe_fail(FMOE_ERR_ARG, c->inference ? "the call is for inference: it has no backward" : "the forward is not done");
+        return fmoe_fail(FMOE_ERR_ARG,
+                         c->inference ? "the call is for inference: it has no backward" : "the forward is not done");
     if (c->done[pass] != before)
-        return fmoe_fail(FMOE_ERR_ARG, "the last phase of this pass was %s, must be %s", names[c->done[pass]], names[before]);
+        return fmoe_fail(FMOE_ERR_ARG, "the last phase of this pass was %s, must be %s", names[c->done[pass]],
+                         names[before]);
     return FMOE_OK;
 }
 
 /* What a phase reads and writes, before anything is sent. */
 static fmoe_status check_tensors(const fmoe_ep_call *c, fmoe_pass pass, int phase, const fmoe_ep_args *a)
 {
-    const fmoe_ep *ep = c->ep;
+    fmoe_ep *const ep = c->ep;
     const int64_t T = c->T, H = ep->d.H, k = ep->d.k;
     const int dtype = ep->d.dtype;
     if (phase == PHASE_DISPATCH)
@@ -68,12 +71,24 @@ static fmoe_status combine_last(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_a
     return fmoe_ep_sum(c, pass, a);
 }
 
-static const fmoe_tensor *rows_of(fmoe_pass pass, const fmoe_ep_args *a) { return pass == FMOE_FORWARD ? a->x : a->dout; }
+static const fmoe_tensor *rows_of(fmoe_pass pass, const fmoe_ep_args *a)
+{
+    return pass == FMOE_FORWARD ? a->x : a->dout;
+}
 
+/* What nothing reads any more is given back at once: a call may outlive its backward. */
 static fmoe_status done(fmoe_ep_call *c, fmoe_pass pass, int phase)
 {
     c->done[pass] = phase;
-    if (phase == PHASE_COMBINE && !c->ep->direct) fmoe_ep_rows_free(c, pass, pass == FMOE_BACKWARD || c->inference);
+    if (phase != PHASE_COMBINE) return FMOE_OK;
+    const bool last = pass == FMOE_BACKWARD || c->inference;
+    fmoe_ep_rows_free(c, pass, last);
+    if (!last) return FMOE_OK;
+    fmoe_ep_rows_free(c, FMOE_FORWARD, true);
+    for (int64_t i = 0; i < c->ep->chunks; i++) {
+        fmoe_ep_free(c->ep, c->saved[i]);
+        c->saved[i] = NULL;
+    }
     return FMOE_OK;
 }
 
@@ -111,7 +126,8 @@ static fmoe_status phase(fmoe_ep_call *c, fmoe_pass pass, int which, const fmoe_
     FMOE_TRY(check_phase(c, pass, which, a));
     fmoe_status status = c->ep->direct ? FMOE_OK : check_tensors(c, pass, which, a);
     if (!status && !c->ep->direct) status = steps[which - PHASE_DISPATCH](c, pass, a);
-    if (!status && c->ep->direct && which == PHASE_COMBINE) status = fmoe_ep_direct(c, pass, a); /* it is one step there */
+    if (!status && c->ep->direct && which == PHASE_COMBINE)
+        status = fmoe_ep_direct(c, pass, a); /* it is one step there */
     return status ? failed(c, pass, which, status) : done(c, pass, which);
 }
 
@@ -159,7 +175,8 @@ static fmoe_status whole_pass(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_arg
     FMOE_TRY(check_phase(c, pass, PHASE_DISPATCH, a));
     fmoe_status status = FMOE_OK;
     c->want_dx = pass == FMOE_BACKWARD && a->dx;
-    for (int i = PHASE_DISPATCH; i <= PHASE_COMBINE && !c->ep->direct && !status; i++) status = check_tensors(c, pass, i, a);
+    for (int i = PHASE_DISPATCH; i <= PHASE_COMBINE && !c->ep->direct && !status; i++)
+        status = check_tensors(c, pass, i, a);
     if (!status) status = c->ep->direct ? fmoe_ep_direct(c, pass, a) : overlapped(c, pass, a, &at);
     return status ? failed(c, pass, at, status) : done(c, pass, PHASE_COMBINE);
 }

@@ -22,7 +22,7 @@ for mpi in openmpi mpich; do
         continue
     fi
     case $mpi in
-    openmpi) options=(--oversubscribe --allow-run-as-root --mca btl self,vader --mca btl_vader_single_copy_mechanism none
+    openmpi) options=(--oversubscribe --allow-run-as-root --mca btl "self,vader" --mca btl_vader_single_copy_mechanism none
         --mca mpi_yield_when_idle 1) ;;
     mpich) options=() ;;
     esac

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
- * test_ep_mpi.c - expert parallelism over MPI: mpirun -np N test_ep_mpi. Every rank draws the same layers, computes them
- * alone, and compares its share. Rank 0 prints; the others count into its failures. */
+ * test_ep_mpi.c - expert parallelism over MPI: mpirun -np N test_ep_mpi. Every rank draws the same layers, computes
+ * them alone, and compares its share. Rank 0 prints; the others count into its failures. */
 #define main test_main /* MPI is initialised around it */
 #include "unit/ep_layer.h"
 #undef main

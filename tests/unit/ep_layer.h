@@ -88,7 +88,8 @@ static inline void ep_one_process(ep_layer *l)
     fmoe_plan_destroy(&plan);
 }
 
-/* Sizes as a caller may have them: odd ones, ranks without tokens or experts, all tokens to one expert, duplicates, marks. */
+/* Sizes as a caller may have them: odd ones, ranks without tokens or experts, all tokens to one expert, duplicates,
+ * marks. */
 static inline ep_layer *ep_draw(int ranks, int dtype, int mode)
 {
     static const int acts[] = {FMOE_ACT_SWIGLU, FMOE_ACT_SWIGLU, FMOE_ACT_GEGLU, FMOE_ACT_SWIGLU_OAI, FMOE_ACT_RELU2};
@@ -166,7 +167,8 @@ static inline ep_rank *ep_share(const ep_layer *l, int r, const fmoe_exchange *e
     const fmoe_desc *d = &l->d;
     const int64_t T = l->T[r], at = l->at[r];
     ep_rank *s = test_alloc(sizeof *s);
-    s->desc = (fmoe_ep_desc){.size = sizeof s->desc, .layer = d, .exchange = exchange, .mode = l->mode, .chunks = l->chunks};
+    s->desc =
+        (fmoe_ep_desc){.size = sizeof s->desc, .layer = d, .exchange = exchange, .mode = l->mode, .chunks = l->chunks};
     s->desc.timeout_ms = 20000;
     if (l->placements) {
         s->desc.expert = l->expert;
@@ -229,8 +231,8 @@ static inline int64_t ep_differ(const fmoe_tensor *got, const fmoe_tensor *want,
     return n;
 }
 
-/* |lean - exact| of out, element by element: fusedmoe_ep.h has the bound. mag [T,H]: sum |p y|, by the layer on |.| values
- * of its parts, is replaced by what it is at most: partial sums are bounded by it too. */
+/* |lean - exact| of out, element by element: fusedmoe_ep.h has the bound. mag [T,H]: sum |p y|, by the layer on |.|
+ * values of its parts, is replaced by what it is at most: partial sums are bounded by it too. */
 static inline double ep_unit(int dtype) { return dtype == FMOE_BF16 ? 0x1p-8 : dtype == FMOE_F16 ? 0x1p-11 : 0x1p-24; }
 
 static inline void ep_compare(const ep_layer *l, const ep_rank *s, int r)
@@ -251,7 +253,9 @@ static inline void ep_compare(const ep_layer *l, const ep_rank *s, int r)
             const int64_t n = tensor_count(l->dw[i]) / d->E;
             const fmoe_tensor *one = tensor_view(s->dw[i], 0, j, 1, 1);
             const int64_t wrong = ep_differ(one, l->dw[i], s->local[j] * n);
-            if (wrong) TEST_FAIL("rank %d: %" PRId64 " of %" PRId64 " gradients of weight %d of expert %d differ", r, wrong, n, i, s->local[j]);
+            if (wrong)
+                TEST_FAIL("rank %d: %" PRId64 " of %" PRId64 " gradients of weight %d of expert %d differ", r, wrong, n,
+                          i, s->local[j]);
         }
 }
 

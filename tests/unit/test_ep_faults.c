@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * test_ep_faults.c - what goes wrong between ranks, at every exchange and every allocation: an error that names the rank
- * and the phase on all ranks that live, within the deadline, and nothing leaked (run under the address sanitizer). */
+ * test_ep_faults.c - what goes wrong between ranks, at every exchange and every allocation: an error that names the
+ * rank and the phase on all ranks that live, within the deadline, and nothing leaked (run under the address sanitizer).
+ */
 #include "ep_layer.h"
 
 #include <pthread.h>
 #include <time.h>
 
-typedef enum fault { NONE, DIES, DIES_ALOUD, LATE, LIES, ROWS, NO_MEMORY } fault;
+typedef enum fault { NONE, DIES, DIES_ALOUD, LATE, LIES, ROWS, GARBLES, NO_MEMORY } fault;
 
 enum { DEADLINE = 60, LONG = 20000 }; /* ms */
 
@@ -18,6 +19,8 @@ typedef struct faulty {
     fault fault;
     int step, at; /* exchanges (or allocations) so far, and the one that fails */
     int lent;
+    uint64_t noise;
+    unsigned char *garbled; /* what was sent instead */
     int64_t took_ms;
     ep_rank *share;
 } faulty;
@@ -63,12 +66,22 @@ static fmoe_status faulty_counts(void *ctx, const int64_t *send, int64_t *recv, 
     return answer;
 }
 
-static fmoe_status faulty_begin(void *ctx, const void *send, const int64_t *send_rows, void *recv, const int64_t *recv_rows,
-                                int64_t row_bytes, void **request)
+static fmoe_status faulty_begin(void *ctx, const void *send, const int64_t *send_rows, void *recv,
+                                const int64_t *recv_rows, int64_t row_bytes, void **request)
 {
     faulty *f = ctx;
     const fmoe_status status = before(f);
     if (status) return status;
+    if (strikes(f, GARBLES)) {
+        size_t bytes = 0;
+        for (int r = 0; r < f->real.ranks; r++) bytes += (size_t)(send_rows[r] * row_bytes);
+        f->garbled = memcpy(malloc(bytes + 1), send, bytes);
+        for (int i = 0; i < 8 && bytes; i++) {
+            f->noise = f->noise * 6364136223846793005u + 1442695040888963407u;
+            f->garbled[(f->noise >> 20) % bytes] ^= (unsigned char)(1u << (f->noise >> 60) % 8);
+        }
+        send = f->garbled;
+    }
     if (!strikes(f, ROWS)) return f->real.begin(f->real.ctx, send, send_rows, recv, recv_rows, row_bytes, request);
     int64_t other[EP_RANKS];
     for (int r = 0; r < f->real.ranks; r++) other[r] = send_rows[r] ? send_rows[r] - 1 : 1;
@@ -119,17 +132,20 @@ static int run_with(const ep_layer *l, faulty *f, int who, fault kind, int at, i
     pthread_t threads[EP_RANKS];
     CHECK_STATUS(fmoe_ep_threads_create(&group, l->ranks), FMOE_OK);
     for (int r = 0; r < l->ranks; r++) {
-        f[r] = (faulty){.group = group, .fault = r == who ? kind : NONE, .at = at};
+        f[r] = (faulty){.group = group, .fault = r == who ? kind : NONE, .at = at, .noise = test_random()};
         CHECK_STATUS(fmoe_ep_threads_exchange(group, r, &f[r].real), FMOE_OK);
-        x[r] = (fmoe_exchange){sizeof x[r],  r,           l->ranks,     &f[r],        faulty_counts, faulty_begin,
-                               faulty_wait, faulty_abort, faulty_alloc, faulty_free};
+        x[r] = (fmoe_exchange){sizeof x[r],  r,           l->ranks,     &f[r],        faulty_counts,
+                               faulty_begin, faulty_wait, faulty_abort, faulty_alloc, faulty_free};
         f[r].share = ep_share(l, r, &x[r]);
         f[r].share->desc.timeout_ms = deadline;
     }
     for (int r = 0; r < l->ranks; r++) REQUIRE(!pthread_create(&threads[r], NULL, run, &f[r]));
     for (int r = 0; r < l->ranks; r++) pthread_join(threads[r], NULL);
     fmoe_ep_threads_destroy(&group);
-    for (int r = 0; r < l->ranks; r++) CHECK_EQ(f[r].lent, 0);
+    for (int r = 0; r < l->ranks; r++) {
+        CHECK_EQ(f[r].lent, 0);
+        free(f[r].garbled);
+    }
     return f[who].step;
 }
 
@@ -144,16 +160,19 @@ static void check_errors(const ep_layer *l, const faulty *f, int who, fault kind
         if (!s->status && may_be_done) ep_compare(l, s, r);
         else if (!s->status) TEST_FAIL("fault %d of rank %d: rank %d answers no error", kind, who, r);
         else if (!strstr(s->error, self)) TEST_FAIL("\"%s\" has no \"%s\"", s->error, self);
-        else if (!strstr(s->error, "count: ") && !strstr(s->error, "dispatch: ") && !strstr(s->error, "combine: ") && !strstr(s->error, "compute: "))
+        else if (!strstr(s->error, "count: ") && !strstr(s->error, "dispatch: ") && !strstr(s->error, "combine: ") &&
+                 !strstr(s->error, "compute: "))
             TEST_FAIL("\"%s\" names no phase", s->error);
-        if (f[r].took_ms > deadline + 1000) TEST_FAIL("fault %d of rank %d: rank %d took %d ms", kind, who, r, (int)f[r].took_ms);
+        if (f[r].took_ms > deadline + 1000)
+            TEST_FAIL("fault %d of rank %d: rank %d took %d ms", kind, who, r, (int)f[r].took_ms);
     }
 }
 
 static ep_layer *small_layer(void)
 {
     ep_layer *l = ep_draw(3, FMOE_BF16, (int)test_below(2));
-    while (l->placements || l->d.E < 3 || !l->T[0] || !l->T[1] || !l->T[2]) l = ep_draw(3, FMOE_BF16, (int)test_below(2));
+    while (l->placements || l->d.E < 3 || !l->T[0] || !l->T[1] || !l->T[2])
+        l = ep_draw(3, FMOE_BF16, (int)test_below(2));
     ep_one_process(l);
     return l;
 }
@@ -201,6 +220,23 @@ TEST(a_rank_sends_another_number_of_rows)
         for (int at = 2; at <= steps && !test_failures; at++) {
             run_with(l, f, i % 3, ROWS, at, LONG / 10);
             check_errors(l, f, i % 3, ROWS, LONG / 10);
+        }
+    }
+}
+
+/* Flipped bits in ids, weights and rows: an error on all ranks, or numbers that are wrong; never a crash, never a hang.
+ */
+TEST(a_rank_sends_garbled_bytes)
+{
+    faulty f[EP_RANKS];
+    for (int i = 0; i < 30 && !test_failures; i++) {
+        ep_layer *l = small_layer();
+        const int steps = run_with(l, f, 0, NONE, 0, LONG);
+        for (int at = 2; at <= steps && !test_failures; at++) {
+            run_with(l, f, i % 3, GARBLES, at, LONG / 10);
+            int errors = 0;
+            for (int r = 0; r < l->ranks; r++) errors += f[r].share->status != FMOE_OK;
+            if (errors) check_errors(l, f, i % 3, GARBLES, LONG / 10);
         }
     }
 }
@@ -289,7 +325,7 @@ TEST(descriptions_that_make_no_sense)
     const int32_t experts[] = {0, 1, 2, 3, 3}, ranks[] = {0, 0, 1, 1, 1}, far[] = {0, 0, 1, 2, 1};
     const fmoe_ep_desc good = {.size = sizeof good, .layer = &layer, .exchange = &x};
     fmoe_ep_desc d;
-#define REFUSED(change, status, text) \
+#define REFUSED(change, status, text)                                                                                  \
     d = good, change, CHECK_STATUS(fmoe_ep_create(&ep, &d), status), CHECK_ERROR_HAS(text), CHECK(!ep)
     REFUSED(d.size = 8, FMOE_ERR_ABI, "fmoe_ep_desc.size is 8");
     REFUSED(d.layer = NULL, FMOE_ERR_NULL, "layer is NULL");

@@ -120,8 +120,8 @@ static fmoe_status too_many(const char *what, int peer, int64_t rows)
     return fmoe_ep_fail(FMOE_ERR_OVERFLOW, text);
 }
 
-static fmoe_status mpi_begin(void *ctx, const void *send, const int64_t *send_rows, void *recv, const int64_t *recv_rows,
-                             int64_t row_bytes, void **out)
+static fmoe_status mpi_begin(void *ctx, const void *send, const int64_t *send_rows, void *recv,
+                             const int64_t *recv_rows, int64_t row_bytes, void **out)
 {
     fmoe_ep_mpi *e = ctx;
     const size_t n = (size_t)e->ranks;
@@ -182,14 +182,16 @@ static fmoe_status test_one(fmoe_ep_mpi *e, request *q, int i, int *done)
     int flag = 0;
     if (q->of[i] == MPI_REQUEST_NULL) return FMOE_OK;
     const int code = MPI_Test(&q->of[i], &flag, &status), peer = i % e->ranks;
-    if (code != MPI_SUCCESS) return fail(i < e->ranks ? "sends other rows than it announced" : "cannot be reached", peer, code);
+    if (code != MPI_SUCCESS)
+        return fail(i < e->ranks ? "sends other rows than it announced" : "cannot be reached", peer, code);
     if (!flag) *done = 0;
     if (!flag || i >= e->ranks) return FMOE_OK;
     MPI_Count elements = 0;
     MPI_Get_elements_x(&status, q->row, &elements); /* bytes */
     int size = 0;
     MPI_Type_size(q->row, &size);
-    if (elements != (MPI_Count)q->recv_rows[peer] * size) return fail("sends fewer rows than it announced", peer, MPI_SUCCESS);
+    if (elements != (MPI_Count)q->recv_rows[peer] * size)
+        return fail("sends fewer rows than it announced", peer, MPI_SUCCESS);
     return FMOE_OK;
 }
 

@@ -7,7 +7,7 @@ if(TARGET fusedmoe_cuda) # found beside the library at run time
   install(TARGETS fusedmoe_cuda LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cuda)
 endif()
 install(TARGETS fusedmoe_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
-install(FILES include/fusedmoe.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES include/fusedmoe.h include/fusedmoe_ep.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
 install(EXPORT fusedmoe-targets NAMESPACE fusedmoe:: DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)
 configure_package_config_file(cmake/fusedmoe-config.cmake.in ${CMAKE_CURRENT_BINARY_DIR}/fusedmoe-config.cmake
                               INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/fusedmoe)

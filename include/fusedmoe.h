@@ -99,7 +99,8 @@ typedef enum fmoe_status {
     FMOE_ERR_PLAN = 14,       /* the plan is for another operation or other sizes */
     FMOE_ERR_BACKEND = 15,    /* the backend is not there: library, symbol or device missing */
     FMOE_ERR_DEVICE = 16,     /* the device's runtime reported an error */
-    FMOE_ERR_UNSUPPORTED = 17 /* a combination this backend does not implement */
+    FMOE_ERR_UNSUPPORTED = 17, /* a combination this backend does not implement */
+    FMOE_ERR_EXCHANGE = 18     /* between ranks (fusedmoe_ep.h): one died, lags, or sends what it did not announce */
 } fmoe_status;
 
 FMOE_API const char *fmoe_status_string(fmoe_status status); /* "FMOE_ERR_SHAPE"; never NULL */
@@ -342,7 +343,7 @@ FMOE_API fmoe_status fmoe_permute_backward(fmoe_plan, const fmoe_permute_args *,
  *   dweights[t,j]  = <dout[t], y[map[t*k+j]]> */
 typedef struct fmoe_unpermute_args {
     size_t size;
-    const fmoe_tensor *y;        /* in  [R,H]; backward: needed for dweights only */
+    const fmoe_tensor *y;        /* in  [R,H] (forward on the CPU: or f32); backward: needed for dweights only */
     const fmoe_tensor *map;      /* in  [T*k] */
     const fmoe_tensor *weights;  /* in  [T,k], or NULL */
     const fmoe_tensor *out;      /* out [T,H]; forward only */
@@ -530,12 +531,12 @@ typedef struct fmoe_experts_args {
     const fmoe_tensor *ids;     /* in  [T,k] */
     const fmoe_tensor *weights; /* in  [T,k], p */
     fmoe_weights w;             /* in */
-    const fmoe_tensor *out;     /* out [T,H]; forward only */
+    const fmoe_tensor *out;     /* out [T,H] (CPU: or f32, sums that are not rounded); forward only */
     void *saved;                /* forward: out, or NULL for inference. backward: in (FMOE_REUSE_SAVED: used
                                    up). Aligned to 16 (devices: 256) */
     size_t saved_bytes;
     const fmoe_tensor *dout;     /* in  [T,H]; backward only */
-    const fmoe_tensor *dx;       /* out [T,H], or NULL */
+    const fmoe_tensor *dx;       /* out [T,H], or NULL (CPU: or f32) */
     const fmoe_tensor *dweights; /* out [T,k], or NULL */
     fmoe_weights dw;             /* out, each or NULL */
 } fmoe_experts_args;

@@ -238,6 +238,7 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
 {
     const bool back = c->pass == FMOE_BACKWARD;
     const int p_types = TYPE_PLAN | TYPE_WIDE;
+    const int sums = c->p->d.device.type == FMOE_CPU ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* expert parallelism adds on */
     fmoe_arg args[36];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));
@@ -248,12 +249,12 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
     args[n++] = (fmoe_arg){"weights", a->weights, ARG_IN, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     FMOE_TRY(weight_args(args, &n, c, &a->w, &experts_names));
     if (!back) {
-        args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+        args[n++] = (fmoe_arg){"out", a->out, ARG_OUT, sums, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
         return fmoe_call_finish(c, args, n, AXIS_T, a->saved, a->saved_bytes);
     }
     FMOE_TRY(check_gradients(c->p, &a->w, &a->dw, &experts_names, &experts_grad_names));
     args[n++] = (fmoe_arg){"dout", a->dout, ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
-    args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, TYPE_PLAN, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
+    args[n++] = (fmoe_arg){"dx", a->dx, ARG_OPTIONAL_OUT, sums, LAYOUT_ROWS, {AXIS_T, AXIS_H}, 0};
     args[n++] =
         (fmoe_arg){"dweights", a->dweights, ARG_OPTIONAL_OUT, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     FMOE_TRY(weight_args(args, &n, c, &a->dw, &experts_grad_names));

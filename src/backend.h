@@ -14,6 +14,7 @@
 
 #include <stdbool.h>
 
+#include "error.h"
 #include "fusedmoe.h"
 
 #define FMOE_BACKEND_VERSION 7u /* changes with any struct in this file or in fusedmoe.h */
@@ -76,9 +77,6 @@ typedef struct fmoe_core {
 } fmoe_core;
 
 typedef const fmoe_backend *(*fmoe_backend_entry)(const fmoe_core *core); /* "fmoe_cuda_backend"; NULL: refused */
-
-/* error.c */
-fmoe_status fmoe_fail(fmoe_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 /* backend.c: the table for a device and dtype, loading what must be loaded. */
 fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_backend **backend);

@@ -3,7 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "backend.h"
+#include "error.h"
 
 static _Thread_local char last_error[512];
 
@@ -39,6 +39,7 @@ const char *fmoe_status_string(fmoe_status status)
         [FMOE_ERR_BACKEND] = "FMOE_ERR_BACKEND",
         [FMOE_ERR_DEVICE] = "FMOE_ERR_DEVICE",
         [FMOE_ERR_UNSUPPORTED] = "FMOE_ERR_UNSUPPORTED",
+        [FMOE_ERR_EXCHANGE] = "FMOE_ERR_EXCHANGE",
     };
     const size_t i = (size_t)status;
     return i < sizeof names / sizeof *names ? names[i] : "unknown fmoe_status";

@@ -18,7 +18,7 @@ PUBLIC = ["fusedmoe.h"]
 BACKEND = PUBLIC + ["backend.h", "codes.h", "util.h"]  # all that a backend knows of the core
 CPU = ["cpu/plan.h", "cpu/parallel.h", "cpu/groups.h", "cpu/kernels/kernels.h"]
 LAYERS = {
-    "include": [],
+    "include": PUBLIC + ["fusedmoe_ep.h"],
     "src": PUBLIC,
     "src/cpu": BACKEND + CPU + ["cpu/kernels/kernels.inc", "cpu/ops/ops.h"],  # ops.h: the table of backend.c
     "src/cpu/ref": BACKEND,  # the specification knows nothing of the kernels
@@ -33,12 +33,14 @@ LAYERS = {
     "src/ascend": BACKEND + ["ascend/*", "cann/*"],
     "src/ascend/cann": BACKEND,
     "cli": PUBLIC + ["util.h"],  # numbers of 16 bits, for the check of a device
+    "src/ep": PUBLIC + ["fusedmoe_ep.h", "error.h", "util.h"],  # the public API, as any program would use it
+    "src/ep/mpi": PUBLIC + ["fusedmoe_ep.h", "fusedmoe_mpi.h"],
     "examples": PUBLIC,
     "bench": PUBLIC,
-    "python/core": PUBLIC + ["core.h", "pages.h", "pool.h"],
+    "python/core": PUBLIC + ["fusedmoe_ep.h", "core.h", "pages.h", "pool.h"],
 }
 ONLY = {"cpu/ops/ops.h": ["src/cpu/backend.c", "src/cpu/ops/*"]}  # and no other file
-SYSTEM = {"include": ["stddef.h", "stdint.h"]}  # headers in angle brackets, where not all are welcome
+SYSTEM = {"include": ["mpi.h", "stddef.h", "stdint.h"]}  # headers in angle brackets, where not all are welcome
 
 FILES, LINES = 20, 600  # of a folder of src; of a file of
 SHORT = ("include", "src", "cli", "python", "bench", "examples", "tests", "tools")

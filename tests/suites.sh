@@ -5,7 +5,8 @@
 corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
 targets=(plan route forward backward quant) # of tests/fuzz
-units=(ref ref_experts ref_route ref_block api packed forms describe values machine alloc threads process abi versions)
+units=(ref ref_experts ref_route ref_block api packed quant forms describe values machine alloc threads process ep ep_faults abi
+    versions)
 
 replays() { # folder: every fuzz target on its corpus, one line of counts
     local target line total=0
@@ -71,6 +72,7 @@ second_lane &
 if [ $released = 0 ]; then
     bin=$build/tests
     for name in "${units[@]}"; do suite "$name" "$bin/test_$name" --seed "$seed"; done
+    suite ep-mpi tests/mpi/run.sh "$build"
     suite layers tests/layers.py
     suite example tests/falls.sh "$bin/train_layer"
     suite replay replays "$bin"
@@ -139,10 +141,12 @@ if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFM
     done
 fi
 # Also the build of a compiler that does not know AMX.
-if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads test_process" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
+if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads test_process test_ep test_ep_faults" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
     -DFMOE_HAS_AMX_BF16=OFF; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
-    suite tsan-process env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_process"
+    for name in process ep ep_faults; do
+        suite "tsan-$name" env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_$name"
+    done
     suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seed "$seed" --seconds 4 --quick -f /
 fi
 

@@ -8,6 +8,7 @@
  *   tensors.c  tensors of Python as fmoe_tensor, copied where the library cannot read their strides
  *   quant.c    descriptors of quantised weights, weights to codes and back
  *   torch.c    torch's threads, and the stream of torch_npu
+ *   ep.c       expert parallelism
  *   pool.c, pages.c   memory that is used again; weights in huge pages */
 #pragma once
 #define PY_SSIZE_T_CLEAN
@@ -27,6 +28,8 @@
 
 /* Raises; text: fmoe_last_error(), or the same in Python's words. */
 PyObject *core_fail(fmoe_status s, const char *text);
+/* The arguments of plan(...); -1: an exception is set. */
+int core_desc(PyObject *args, fmoe_desc *d);
 
 /* ---- tensors.c ---- */
 
@@ -103,3 +106,13 @@ PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n);
 
 PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args);
 int core_add_ops(PyObject *module); /* a constant for each operation, and `passes`: 0 forward, 1 backward */
+/* Weights of a layer (grads: their gradients, which are written) out of a list; form: LIST and the like, run.c. */
+int take_weights(call *c, PyObject *list, unsigned form, bool grads, fmoe_weights *w);
+
+/* ---- ep.c ---- */
+
+PyObject *core_ep_create(PyObject *self, PyObject *args);
+PyObject *core_ep_local(PyObject *self, PyObject *arg);
+PyObject *core_ep_forward(PyObject *self, PyObject *args);
+PyObject *core_ep_backward(PyObject *self, PyObject *args);
+PyObject *core_ep_stats(PyObject *self, PyObject *arg);

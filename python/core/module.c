@@ -30,9 +30,8 @@ PyObject *core_fail(fmoe_status s, const char *text)
 
 static PyObject *fail(fmoe_status s) { return core_fail(s, fmoe_last_error()); }
 
-static PyObject *core_plan(PyObject *self, PyObject *args)
+int core_desc(PyObject *args, fmoe_desc *out)
 {
-    (void)self;
     fmoe_desc d = FMOE_DESC_INIT;
     int op, dtype, device, id, act, threads;
     unsigned int flags;
@@ -41,7 +40,7 @@ static PyObject *core_plan(PyObject *self, PyObject *args)
     PyObject *rule = Py_None;
     if (!PyArg_ParseTuple(args, "iiiiLLLLLLLLLiIddOi", &op, &dtype, &device, &id, &H, &I, &E, &k, &K, &n, &shared_I,
                           &rank1, &rank2, &act, &flags, &alpha, &limit, &rule, &threads))
-        return NULL;
+        return -1;
     d.op = op, d.dtype = dtype, d.device = (fmoe_device){device, id};
     d.H = H, d.I = I, d.E = E, d.k = k, d.K = K, d.N = n, d.shared_I = shared_I, d.rank1 = rank1, d.rank2 = rank2;
     d.act = act, d.flags = flags, d.act_alpha = (float)alpha, d.act_limit = (float)limit, d.threads = threads;
@@ -50,8 +49,17 @@ static PyObject *core_plan(PyObject *self, PyObject *args)
         fmoe_route_rule *r = &d.route;
         if (!PyArg_ParseTuple(rule, "iiiiiidd", &r->score, &r->renormalize, &r->group_score, &r->groups,
                               &r->topk_groups, &r->excluded_zero, &r->eps, &r->scale))
-            return NULL;
+            return -1;
     }
+    *out = d;
+    return 0;
+}
+
+static PyObject *core_plan(PyObject *self, PyObject *args)
+{
+    (void)self;
+    fmoe_desc d;
+    if (core_desc(args, &d)) return NULL;
     fmoe_plan plan = 0;
     fmoe_status s;
     Py_BEGIN_ALLOW_THREADS
@@ -260,6 +268,14 @@ static PyMethodDef methods[] = {
      "Use DLPack's exchange table (True) or data_ptr (False); returns what was"},
     {"use_queue", core_use_queue, METH_O,
      "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
+    {"ep_create", core_ep_create, METH_VARARGS,
+     "ep_create(desc, engine, rank, ranks, experts, on_ranks, mode, chunks, capacity, timeout_ms): a layer over ranks"},
+    {"ep_local", core_ep_local, METH_O, "ep_local(layer): the experts of this rank, in the order of its weights"},
+    {"ep_forward", core_ep_forward, METH_VARARGS,
+     "ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2): the call that ep_backward takes"},
+    {"ep_backward", core_ep_backward, METH_VARARGS,
+     "ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2)"},
+    {"ep_stats", core_ep_stats, METH_O, "ep_stats(call): what it moved to and from other ranks"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -173,7 +173,7 @@ static int take_slot(call *c, PyObject *o, layout as, Py_ssize_t *length, const 
 /* w is [w1, w2] or [w1, w2, b1, b2]; with LIST, the gates (unless UNGATED), ups and downs of all experts one after the
  * other; then a1, b1 with LORA1 and a2, b2 with LORA2. None in the place of a gradient (of a part of the list) that
  * nobody wants. */
-static int take_weights(call *c, PyObject *list, unsigned form, bool grads, fmoe_weights *w)
+int take_weights(call *c, PyObject *list, unsigned form, bool grads, fmoe_weights *w)
 {
     const layout matrix = grads ? AS_IS : MATRIX, bias = grads ? AS_IS : ROWS;
     Py_ssize_t n = list_size(list);

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 
 #include "calls.h"
+#include "fusedmoe_ep.h"
 
 /* A command's standard output; the exit status is returned. */
 __attribute__((format(printf, 3, 4))) static int output_of(char *text, size_t n, const char *format, ...)
@@ -63,7 +64,7 @@ TEST(header_and_symbols_agree)
 {
     static char declared[32768], exported[32768];
     CHECK_EQ(output_of(declared, sizeof declared,
-                       "grep -o 'FMOE_API [a-z].*' '%s/include/fusedmoe.h' | grep -o 'fmoe_[a-z0-9_]*(' | tr -d '(' | "
+                       "cd '%s/include' && grep -oh 'FMOE_API [a-z].*' fusedmoe.h fusedmoe_ep.h | grep -o 'fmoe_[a-z0-9_]*(' | tr -d '(' | "
                        "LC_ALL=C sort -u",
                        FMOE_SOURCE),
              0);
@@ -180,6 +181,19 @@ TEST(struct_layouts)
            F(fmoe_block_args, saved_bytes), F(fmoe_block_args, dout), F(fmoe_block_args, dlogits),
            F(fmoe_block_args, dx), F(fmoe_block_args, dw_router), F(fmoe_block_args, db_router), F(fmoe_block_args, dw),
            F(fmoe_block_args, dshared), F(fmoe_block_args, dshared_gate));
+    STRUCT(fmoe_exchange, F(fmoe_exchange, size), F(fmoe_exchange, rank), F(fmoe_exchange, ranks),
+           F(fmoe_exchange, ctx), F(fmoe_exchange, counts), F(fmoe_exchange, begin), F(fmoe_exchange, wait),
+           F(fmoe_exchange, abort), F(fmoe_exchange, alloc), F(fmoe_exchange, free));
+    STRUCT(fmoe_ep_desc, F(fmoe_ep_desc, size), F(fmoe_ep_desc, layer), F(fmoe_ep_desc, exchange),
+           F(fmoe_ep_desc, expert), F(fmoe_ep_desc, rank), F(fmoe_ep_desc, placements), F(fmoe_ep_desc, mode),
+           F(fmoe_ep_desc, chunks), F(fmoe_ep_desc, capacity), F(fmoe_ep_desc, timeout_ms));
+    STRUCT(fmoe_ep_args, F(fmoe_ep_args, size), F(fmoe_ep_args, x), F(fmoe_ep_args, ids), F(fmoe_ep_args, weights),
+           F(fmoe_ep_args, out), F(fmoe_ep_args, dout), F(fmoe_ep_args, dx), F(fmoe_ep_args, dweights),
+           F(fmoe_ep_args, inference), F(fmoe_ep_args, accumulate), F(fmoe_ep_args, w), F(fmoe_ep_args, dw));
+    STRUCT(fmoe_ep_stats, F(fmoe_ep_stats, size), F(fmoe_ep_stats, rows_out), F(fmoe_ep_stats, rows_in),
+           F(fmoe_ep_stats, pairs_out), F(fmoe_ep_stats, pairs_in), F(fmoe_ep_stats, bytes_counts),
+           F(fmoe_ep_stats, bytes_pairs), F(fmoe_ep_stats, bytes_out), F(fmoe_ep_stats, bytes_back),
+           F(fmoe_ep_stats, dropped));
     compare_golden("structs.txt", text);
 }
 

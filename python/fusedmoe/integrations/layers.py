@@ -273,6 +273,16 @@ def kept_by(module: nn.Module) -> int:
     return vars(module).get("_fmoe_keep", 0)
 
 
+def experts_of(module: nn.Module) -> Callable:
+    """``autograd.experts``, or, where the experts of the module are spread over ranks, the same with an exchange."""
+    spread = vars(module).get("_fmoe_ep")
+    if spread is None:
+        return autograd.experts
+    from ..distributed.experts import experts  # which is not imported where nothing is spread
+
+    return partial(experts, ep=spread)
+
+
 def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: Tensor, lora: Sequence = (),
         w: Sequence[Tensor] | None = None) -> Tensor:  # fmt: skip
     """The experts of module on hidden_states [..., H], ids and p [T,k] (or p [T,E]); lora as in ``autograd.experts``."""
@@ -289,11 +299,13 @@ def run(module: nn.Module, layer: Layer, hidden_states: Tensor, ids: Tensor, p: 
         E = ops.layer_sizes(w, layer.act or 0, layer.flags)[2]
         kept, ids = x * (p * (ids >= E)).sum(1, keepdim=True).to(x.dtype), ids.clamp(max=E)
         lora = [factors and (*(t[:E] for t in factors[:2]), *factors[2:]) for factors in lora]
+    if "_fmoe_ep" in vars(module) and (layer.act is None or layer.norm):
+        raise NotImplementedError(f"{type(module).__name__}: its experts are spread over ranks, and {layer.why}")
     if layer.act is not None and not layer.norm:
         flags = layer.flags if x.is_cpu and w[0].dtype == torch.bfloat16 else layer.flags & ~ops.ROUND_STEPS
         if kept is None and x.device.type == "npu" and not (dist.is_initialized() and dist.get_world_size() > 1):
             flags &= ~ops.SKIP_E  # skip marks come from expert parallelism only, and cost ten more launches on an NPU
-        out = autograd.experts(x, ids, p, w, layer.act, flags | kept_by(module), layer.alpha, layer.limit, lora)
+        out = experts_of(module)(x, ids, p, w, layer.act, flags | kept_by(module), layer.alpha, layer.limit, lora)
     else:
         out = _composed(module, layer, x, ids, p, w)
     out = out if kept is None else out + kept
@@ -332,7 +344,8 @@ _NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     """The names of gate, up and down when experts is a list of gated MLPs, else None."""
-    first = experts[0]._modules if isinstance(experts, nn.ModuleList) and len(experts) else {}
+    listed = experts if isinstance(experts, nn.ModuleList) else ()
+    first = next((e._modules for e in listed if type(e) is not nn.Identity), {})  # Identity: another rank's, or an expert that does nothing
     return next((names for names in _NAMES if all(n in first for n in names)), None)
 
 

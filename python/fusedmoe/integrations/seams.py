@@ -42,6 +42,8 @@ left: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # modules that ke
 
 
 def _refuse(module: nn.Module) -> None:
+    if "_fmoe_ep" in vars(module):
+        raise RuntimeError(f"{type(module).__name__}: {UNREAD}, and its own forward has this rank's experts only")
     say_once(f"{type(module).__name__}: {UNREAD}: it keeps its own forward")
 
 
@@ -143,7 +145,7 @@ def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair
     logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).reshape(x.shape[0], -1)
     select = attrgetter(bias)(self).view(-1) if bias else None
     ids, p = autograd.route(logits, self.top_k, select_bias=select, **rule)
-    out = autograd.experts(x, ids, p.to(x.dtype), w[0], act, ops.LIST | layers.kept_by(self), lora=w[1])
+    out = layers.experts_of(self)(x, ids, p.to(x.dtype), w[0], act, ops.LIST | layers.kept_by(self), lora=w[1])
     shared = m.get("shared_expert") or m.get("shared_mlp") or m.get("shared_experts")
     if shared is not None:
         out = out + (torch.sigmoid(m["shared_expert_gate"](x)) * shared(x) if "shared_expert_gate" in m else shared(x))

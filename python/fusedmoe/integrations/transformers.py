@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from . import layers, seams
+from . import expert_parallel, layers, seams
 
 NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
 
@@ -62,6 +62,7 @@ def register(replace_default: bool = False) -> bool:
     fp8 = sys.modules.get("transformers.integrations.finegrained_fp8")  # a table of its own: such experts keep their forward
     if fp8 is not None and hasattr(fp8, "FP8ExpertsInterface"):
         fp8.FP8ExpertsInterface.register(NAME, experts_forward)
+    expert_parallel.register(NAME)
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None and hasattr(modeling, "PreTrainedModel"):
         _accept_name(modeling.PreTrainedModel)
@@ -82,12 +83,14 @@ def _accept_name(cls: type) -> None:
     cls.get_correct_experts_implementation = get_correct_experts_implementation  # type: ignore[attr-defined]
 
 
-def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None) -> nn.Module:
+def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None, expert_parallel: Any = None,
+          **options: Any) -> nn.Module:  # fmt: skip
     """Make every MoE layer of model run on fusedmoe. Returns the model; unknown ones are left alone, with a log line.
 
     routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
     keep: what a layer keeps for its backward. "all" or "lean" (a quarter of it, four more launches), which is for an NPU; "nothing":
     x alone, on every device, and h is computed again; None: the device's own choice (an NPU: FMOE_ASCEND_KEEP, else all).
+    expert_parallel: a process group or DeviceMesh whose ranks share the experts; options: of ``fusedmoe.distributed.ExpertParallel``.
     """
     from ..quant.model import adopt  # which import this module
     from .report import report
@@ -122,6 +125,12 @@ def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None
         kind, rows = getattr(config, "model_type", "?"), f": {found.summary}" if len(found) else ""
         layers.logger.warning("%s%s (%s): no MoE layer that fusedmoe knows; the model is unchanged%s", name, quantized, kind, rows)
     layers.logger.debug("%s\n%s", name, found)
+    if options and expert_parallel is None:
+        raise TypeError(f"apply: {', '.join(options)} without expert_parallel")
+    if expert_parallel is not None:
+        from ..distributed import shard  # which imports torch.distributed
+
+        shard(model, expert_parallel, **options)
     return model
 
 

@@ -103,8 +103,9 @@ static void gather_rows(void *arg, int64_t begin, int64_t end)
 {
     const gather_ctx *x = arg;
     const fmoe_kernels *k = &fmoe_cpu(x->p)->k;
-    const int dtype = x->p->d.dtype;
+    const int dtype = x->p->d.dtype, y_type = fmoe_tensor_dtype(x->y);
     const int64_t slots = x->p->d.k, element = (int64_t)fmoe_dtype_size(dtype);
+    const int64_t y_element = (int64_t)fmoe_dtype_size(y_type);
     for (int64_t t = begin; t < end; t++)
         for (int64_t n0 = 0; n0 < x->p->d.H; n0 += FMOE_NB) {
             const int64_t n = fmoe_min(FMOE_NB, x->p->d.H - n0);
@@ -112,7 +113,7 @@ static void gather_rows(void *arg, int64_t begin, int64_t end)
             for (int64_t i = t * slots; i < (t + 1) * slots; i++) {
                 const int64_t r = map_at(x->map, i);
                 if (r < 0) continue;
-                fmoe_load_row(k, dtype, row, row_of(x->y, r) + n0 * element, n);
+                fmoe_load_row(k, y_type, row, row_of(x->y, r) + n0 * y_element, n);
                 k->axpy(sum,
                         x->weights ? fmoe_get_float(fmoe_data(x->weights), fmoe_tensor_dtype(x->weights), i) : 1.0f,
                         row, n);

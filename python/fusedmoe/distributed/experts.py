@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a layer over the ranks of a group, differentiable: what ``fusedmoe.experts`` is for one process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _core, autograd, checks, ops
+from ..enums import Activation
+from .exchange import TorchExchange, group_of
+
+MODES = {"exact": 0, "lean": 1}
+
+
+class ExpertParallel:
+    """Where the experts of a layer are, and how their tokens travel.
+
+    group: a process group, or a DeviceMesh (its only dimension, or the one named "ep"). num_experts: of all ranks together.
+    placement: a list of experts for each rank; an expert on more than one rank is a replica, and each rank uses its own or one of the
+    others. None: rank r has those from r*E/n to (r+1)*E/n.
+    mode: "exact": the bits of one process; "lean": fewest bytes (include/fusedmoe_ep.h). chunks: pieces that overlap.
+    capacity: rows a rank sends to another at most; 0: no limit. timeout: seconds of every exchange; None: ten minutes.
+    average: gradients of experts are divided by the number of ranks, as DDP and FSDP average those of the other parameters.
+    """
+
+    def __init__(self, group: Any, num_experts: int, placement: Sequence[Sequence[int]] | None = None, mode: str = "exact",
+                 chunks: int = 1, capacity: int = 0, timeout: float | None = None, average: bool = True) -> None:  # fmt: skip
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}, expected one of {list(MODES)}")
+        self.exchange, self.num_experts, self.mode, self.chunks = TorchExchange(group_of(group)), num_experts, mode, chunks
+        self.rank, self.ranks, self.average = self.exchange.rank, self.exchange.ranks, average
+        if placement is not None and len(placement) != self.ranks:
+            raise ValueError(f"placement has the experts of {len(placement)} ranks, the group has {self.ranks}")
+        n = self.ranks
+        self.placement = [[*map(int, on)] for on in placement or
+                          [range(r * num_experts // n, (r + 1) * num_experts // n) for r in range(n)]]  # fmt: skip
+        self.capacity, self.timeout_ms = capacity, 0 if timeout is None else max(1, int(1000 * timeout))
+        self.layers: dict[tuple, Any] = {}
+        self.tokens = torch.zeros(num_experts, dtype=torch.int64)  # slots of this rank's tokens, by expert
+        # What the last call moved to and from other ranks: rows, (token, expert) pairs, bytes; slots that were dropped.
+        self.stats: dict[str, int] = {}
+
+    @property
+    def local(self) -> list[int]:
+        """The experts of this rank, in the order of its weights."""
+        return self.placement[self.rank]
+
+    def layer(self, dtype: torch.dtype, sizes: tuple[int, ...], k: int, act: int, flags: int, alpha: float, limit: float) -> Any:
+        key = dtype, sizes, k, act, flags, alpha, limit, torch.get_num_threads()
+        if key not in self.layers:
+            H, I, _, rank1, rank2 = sizes
+            desc = (ops.EXPERTS, checks.DTYPES[dtype], 1, 0, H, I, self.num_experts, k, 0, 0, 0, rank1, rank2, act, flags & ~ops._OWN,
+                    alpha, limit, None, torch.get_num_threads())  # fmt: skip
+            pairs = [(e, r) for r, on in enumerate(self.placement) for e in on]
+            experts, ranks = ([*part] for part in zip(*pairs, strict=True))
+            self.layers[key] = _core.ep_create(desc, self.exchange, self.rank, self.ranks, experts, ranks, MODES[self.mode], self.chunks,
+                                               self.capacity, self.timeout_ms)  # fmt: skip
+        return self.layers[key]
+
+    def __getstate__(self) -> dict:
+        raise TypeError("an ExpertParallel belongs to a running process group: save distributed.state_dict(model), and shard again")
+
+    def __deepcopy__(self, memo: dict) -> "ExpertParallel":
+        return self  # a copied model runs over the same ranks
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ep: ExpertParallel, layer: tuple, scales: list[float], wanted: bool, x: Tensor, ids: Tensor, p: Tensor,
+                *w: Tensor):  # fmt: skip
+        act, flags = layer[:2]
+        plan = ep.layer(x.dtype, ops.layer_sizes(w, act, flags, x.shape[1]), ids.shape[1], *layer)
+        ready, _ = autograd._ready(w, scales, x, flags)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        call = _core.ep_forward(plan, ops._form(act, flags), not wanted, x, ids, p, [*ready] if ep.local else None, out,
+                                *(scales or (0.0, 0.0)))  # fmt: skip
+        ep.stats = _core.ep_stats(call)
+        if wanted:
+            ctx.save_for_backward(x, ids, p, *w)
+            ctx.state = ep, layer, scales, call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):
+        autograd._no_second_derivative()
+        x, ids, p, *w = ctx.saved_tensors
+        ep, (act, flags, *_), scales, call = ctx.state
+        need = ctx.needs_input_grad
+        bits = ops.needs_bits(w, act, flags)
+        asked = {bit for bit, yes in zip(bits, need[7:], strict=True) if yes}
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need[4] else None
+        dp = torch.empty_like(p, memory_format=torch.contiguous_format) if need[6] else None
+        ready, _ = autograd._ready(w, scales, x, flags)
+        stacked = not flags & ops.LIST
+        dw = [ops._grad(t, t.dim() == 3 or not stacked) if bit in asked else None for t, bit in zip(w, bits, strict=True)]
+        _core.ep_backward(call, ops._form(act, flags), x, ids, p, [*ready] if ep.local else None, dout, dx, dp, dw if ep.local else None,
+                          *(scales or (0.0, 0.0)))  # fmt: skip
+        ep.stats = _core.ep_stats(call)
+        if ep.average and ep.ranks > 1:
+            dw = [g if g is None else g.div_(ep.ranks) for g in dw]
+        return None, None, None, None, dx, None, dp, *dw
+
+
+@torch.compiler.disable
+def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
+            limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
+    """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without
+    tokens. On the CPU."""
+    if not x.is_cpu:
+        raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU")
+    act, flags = checks.code("experts", "act", Activation, act), int(flags)
+    dtype = autograd.compute_dtype(x, w[0])
+    w, scales = [t if t.dtype == dtype else t.to(dtype) for t in w], [0.0, 0.0] if lora else []
+    if lora:
+        checks.adapters(lora)
+    for i, factors in enumerate(lora):
+        if factors:
+            a, b, scale = (*factors, 1.0)[:3]
+            if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
+                b, scale = b * scale, 1.0
+            scales[i], w, flags = scale, [*w, a, b], flags | (ops.LORA1, ops.LORA2)[i]
+    xc, p = x if x.dtype == dtype else x.to(dtype), autograd._fit_p(p, dtype)
+    known = ids[(ids >= 0) & (ids < ep.num_experts)]
+    ep.tokens += torch.bincount(known.reshape(-1), minlength=ep.num_experts)
+    wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any(t.requires_grad for t in w))
+    out = _Experts.apply(ep, (act, flags, alpha, limit), scales, wanted, xc.contiguous(), ids.contiguous(), p.contiguous(), *w)
+    return out if out.dtype == x.dtype else out.to(x.dtype)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model whose experts are spread over ranks: cutting them, putting them together again, gradients of the rest, and load."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..integrations import layers, seams
+from .experts import ExpertParallel
+
+_NAMES = [f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")]
+
+
+def sharded(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]:
+    """Name, module and layout of every module whose experts are spread over ranks."""
+    for name, module in model.named_modules():
+        ep = vars(module).get("_fmoe_ep")
+        if ep is not None:
+            yield name, module, ep
+
+
+def _why_not(module: nn.Module) -> str:
+    """Why a module's experts cannot be spread; "" where they can."""
+    if not layers.is_v5_experts(module):  # a list of modules: only where the block runs on fusedmoe
+        ours = any(isinstance(vars(module).get(slot), seams.Bound) for slot in ("forward", "moe"))
+        plain = not any(type(e) is nn.Identity for e in module.experts)
+        return "" if ours and plain else seams.left.get(module, "it is not a block that fusedmoe runs")
+    layer = layers.look_at(module)
+    if layer.own or layer.act is None or layer.norm or layer.identity:
+        return layer.why or "it computes something between its experts that fusedmoe does not"
+    return ""
+
+
+def _holders(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have experts: as stacks, or in a list of modules."""
+    return [(name, m) for name, m in model.named_modules()
+            if layers.is_v5_experts(m) or layers.list_names(m._modules.get("experts"))]  # fmt: skip
+
+
+def shard(model: nn.Module, group: Any, **options: Any) -> nn.Module:
+    """Keep this rank's experts of every MoE layer, and have tokens travel. group, options: of ``ExpertParallel``.
+
+    Every rank has the same model before it. Parameters on the meta device are cut there: load them afterwards, with
+    ``load_state_dict``. Optimizers, FSDP and adapters come after it.
+    """
+    found = _holders(model)
+    refused = [f"{name} ({type(m).__name__}): {why}" for name, m in found if (why := _why_not(m))]
+    if refused or not found:
+        raise NotImplementedError(f"expert_parallel: {'; '.join(refused[:3]) or 'no experts that fusedmoe can spread over ranks'}")
+    for _, module in found:
+        params = {n: p for n in _NAMES if (p := module._parameters.get(n)) is not None}
+        ep = ExpertParallel(group, params["down_proj"].shape[0] if params else len(module.experts), **options)
+        for n, p in params.items():
+            local = p.detach()[torch.tensor(ep.local, dtype=torch.int64, device=p.device)]
+            setattr(module, n, nn.Parameter(local, requires_grad=p.requires_grad))
+        if not params:
+            if not ep.local or ep.local != sorted(ep.local):
+                raise NotImplementedError(f"expert_parallel: a rank has at least one expert of a list, in order; this one has {ep.local}")
+            for e in set(range(ep.num_experts)) - {*ep.local}:
+                module.experts[e] = nn.Identity()
+        vars(module).pop("_fmoe_layer", None)  # it is looked at again, with what it has now
+        vars(module)["_fmoe_ep"] = ep
+    own = expert_parameters(model)
+    ignored = [name for name, p in model.named_parameters() if p in own]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    layers.logger.log(logging.INFO, "expert parallelism: %d layers, experts %s of %d here", len(found), ep.local, ep.num_experts)
+    return model
+
+
+def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that differ from rank to rank: ``fully_shard(module, ignored_params=expert_parameters(model))``."""
+    stacks = {p for _, module, _ in sharded(model) for n in _NAMES if (p := module._parameters.get(n)) is not None}
+    return stacks | {p for _, module, _ in sharded(model) if "experts" in module._modules for p in module.experts.parameters()}
+
+
+def sync_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """The mean over ranks of the gradients of all parameters but the experts', where neither DDP nor FSDP does that."""
+    own, n = expert_parameters(model), dist.get_world_size(group)
+    for p in model.parameters():
+        if p not in own and p.requires_grad:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, group=group)
+            p.grad /= n
+
+
+def _gathered(local: Tensor, ep: ExpertParallel) -> Tensor:
+    whole = local.new_empty((ep.num_experts, *local.shape[1:]))
+    group = ep.exchange.group
+    for r, experts in enumerate(ep.placement):
+        part = local.contiguous() if r == ep.rank else local.new_empty((len(experts), *local.shape[1:]))
+        if experts:
+            dist.broadcast(part, dist.get_global_rank(group, r), group=group)
+            whole[torch.tensor(experts)] = part
+    return whole
+
+
+def _entries(model: nn.Module) -> dict[str, ExpertParallel]:
+    return {f"{name}.{n}" if name else n: ep for name, module, ep in sharded(model) for n in _NAMES if n in module._parameters}
+
+
+def _listed(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of lists, each from the first rank that has it; collective."""
+    whole = {}
+    for name, module, ep in sharded(model):
+        if "experts" not in module._modules:
+            continue
+        start, group = f"{name}.experts." if name else "experts.", ep.exchange.group
+        like = {key.removeprefix(f"{start}{ep.local[0]}."): t for key, t in own.items() if key.startswith(f"{start}{ep.local[0]}.")}
+        for e in range(ep.num_experts):
+            owner = next(r for r, on in enumerate(ep.placement) if e in on)
+            for rest, t in like.items():
+                part = own[f"{start}{e}.{rest}"].contiguous() if owner == ep.rank else torch.empty_like(t)
+                dist.broadcast(part, dist.get_global_rank(group, owner), group=group)
+                whole[f"{start}{e}.{rest}"] = part
+    return whole
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """model.state_dict() with whole experts, on every rank (collective); parameters of FSDP are made whole too."""
+    entries = _entries(model)
+    own = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    whole = {name: _gathered(t, entries[name]) if name in entries else t for name, t in own.items()}
+    return {**whole, **_listed(model, own)}
+
+
+def load_state_dict(model: nn.Module, whole: dict[str, Tensor], assign: bool = False) -> None:
+    """Load what ``state_dict`` gave, on any number of ranks: each takes the experts it has."""
+    entries = _entries(model)
+    lists = tuple(f"{name}.experts." if name else "experts." for name, module, _ in sharded(model) if "experts" in module._modules)
+    here = model.state_dict().keys()  # of a list, the experts of other ranks are not
+    part = {name: t[torch.tensor(entries[name].local, dtype=torch.int64)] if name in entries else t
+            for name, t in whole.items() if name in here or not name.startswith(lists)}  # fmt: skip
+    model.load_state_dict(part, assign=assign)
+
+
+def load(model: nn.Module, reset: bool = False) -> dict[str, dict[str, list[int]]]:
+    """Tokens that experts and ranks of each layer got since the start, or the last reset (collective): {layer: {"experts", "ranks"}}."""
+    result = {}
+    for name, _, ep in sharded(model):
+        tokens = ep.tokens.clone()
+        dist.all_reduce(tokens, group=ep.exchange.group)
+        ranks = [0.0] * ep.ranks
+        copies = [sum(e in on for on in ep.placement) for e in range(ep.num_experts)]
+        for r, on in enumerate(ep.placement):
+            ranks[r] = sum(int(tokens[e]) / copies[e] for e in on)
+        result[name] = {"experts": tokens.tolist(), "ranks": [round(n) for n in ranks]}
+        if reset:
+            ep.tokens.zero_()
+    return result

@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expert parallelism over gloo: 2, 3 and 4 processes compute what one computes.
+
+One set of processes makes all checks, one after the other, and writes what it found; the tests read it. In each process:
+``python test_expert_parallel.py folder rank ranks [check ...]`` (also the way to look at a failure by hand).
+"""
+
+import copy
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fusedmoe
+from common import V5, tiny
+from fusedmoe import Flag, distributed
+from fusedmoe.distributed import forecast
+
+pytestmark = pytest.mark.skipif(not V5, reason="transformers v4 has its experts in lists")
+FAMILIES = "Qwen3Moe", "Mixtral", "DeepseekV3", "GptOss"
+STEPS, BATCH = 20, 12
+
+
+# ---- drawn layers: every bit ------------------------------------------------------------------------------------------------
+
+
+def _draw(seed: int, ranks: int):
+    """A layer as a caller may have it, the same on every rank."""
+    r, g = random.Random(seed), torch.Generator().manual_seed(seed)
+    E, k, H, I = r.choice([1, 3, 5, 8]), r.choice([1, 2, 3]), r.randrange(1, 70), r.randrange(1, 50)
+    dtype, bias = r.choice([torch.float32, torch.bfloat16]), r.random() < 0.4
+    T = [0 if r.random() < 0.2 else r.randrange(30) for _ in range(ranks)]
+    total, randn = sum(T), partial(torch.randn, generator=g)
+    ids = torch.randint(1 if r.random() < 0.2 else E, (total, k), generator=g)
+    ids[torch.rand(ids.shape, generator=g) < 0.1] = E  # skip marks
+    w = [randn(E, 2 * I, H) * 0.2, randn(E, H, I) * 0.2] + ([randn(E, 2 * I), randn(E, H)] if bias else [])
+    lora = [(randn(E, 3, H) * 0.2, randn(E, 2 * I, 3) * 0.2, 0.5), None] if r.random() < 0.3 else []
+    placement = None
+    if r.random() < 0.5:
+        placement = [[] for _ in range(ranks)]
+        for e in r.sample(range(E), E):
+            placement[r.randrange(ranks)].append(e)
+    p, x, dout = randn(total, k), randn(total, H), randn(total, H)
+    cast = [t.to(dtype) for t in (x, dout, *w)]
+    flags = Flag.SKIP_E | (Flag.BIAS if bias else 0)
+    return T, ids, p.to(r.choice([torch.float32, dtype])), cast[0], cast[1], cast[2:], lora, flags, placement, r.choice([1, 1, 3])
+
+
+def _grads(out, dout, leaves):
+    return torch.autograd.grad(out, leaves, dout, allow_unused=True)
+
+
+def drawn_layers(rank, ranks, folder):
+    """Outputs and gradients of the exact mode, bit for bit."""
+    for seed in range(40):
+        T, ids, p, x, dout, w, lora, flags, placement, chunks = _draw(seed, ranks)
+        leaves = [t.clone().requires_grad_() for t in (x, p, *w)]
+        factors = [t.clone().requires_grad_() for t in lora[0][:2]] if lora else []
+        adapters = [(*factors, lora[0][2]), None] if lora else []
+        out = fusedmoe.experts(leaves[0], ids, leaves[1], leaves[2:], "swiglu", flags, lora=adapters)
+        want = _grads(out, dout, leaves + factors)
+        ep = distributed.ExpertParallel(dist.group.WORLD, w[0].shape[0], placement, chunks=chunks, average=False, timeout=30)
+        mine = slice(sum(T[:rank]), sum(T[: rank + 1]))
+        own = [leaves[0][mine].detach(), leaves[1][mine].detach(), *(t[ep.local].detach() for t in leaves[2:])]
+        own = [t.clone().requires_grad_() for t in own]
+        own_factors = [t[ep.local].detach().clone().requires_grad_() for t in factors]
+        adapters = [(*own_factors, lora[0][2]), None] if lora else []
+        got = distributed.experts(own[0], ids[mine], own[1], own[2:], "swiglu", flags, 0.0, 0.0, adapters, ep=ep)
+        assert torch.equal(got, out[mine]), (seed, "out")
+        for i, (a, b) in enumerate(zip(_grads(got, dout[mine], own + own_factors), want, strict=True)):
+            b = b[mine] if i < 2 else b[ep.local]
+            assert a is None and not b.numel() or torch.equal(a, b), (seed, i)
+        lean = distributed.ExpertParallel(dist.group.WORLD, w[0].shape[0], placement, mode="lean", timeout=30)
+        with torch.no_grad():
+            near = distributed.experts(own[0], ids[mine], own[1], own[2:], "swiglu", flags, 0.0, 0.0, adapters, ep=lean)
+        scale = float(out.abs().max()) if out.numel() else 1.0
+        assert not near.numel() or float((near - got).abs().max()) <= scale * (2e-5 if x.dtype == torch.float32 else 0.04), seed
+        assert ep.stats["rows_out"] <= ep.stats["pairs_out"]
+
+
+# ---- models -------------------------------------------------------------------------------------------------------------------
+
+
+def _batches():
+    g = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 40, (BATCH, 8), generator=g) for _ in range(STEPS)]
+
+
+def _train(model, rank, ranks, step, steps=STEPS):
+    """The loss curve, mean over ranks, of this rank's part of the batches."""
+    optimizer, losses, n = torch.optim.SGD(model.parameters(), lr=0.05), [], BATCH // ranks
+    for ids in _batches()[:steps]:
+        mine = ids[rank * n : (rank + 1) * n]
+        loss = model(input_ids=mine, labels=mine).loss
+        optimizer.zero_grad()
+        loss.backward()
+        step(model)
+        optimizer.step()
+        mean = loss.detach().clone()
+        if ranks > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean) / ranks)
+    return losses
+
+
+def _near(got, want):
+    worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
+    assert worst < 1e-6, worst
+    assert len(want) < STEPS or want[-1] < want[0]
+
+
+def _training(family, rank, ranks, folder):
+    want = _train(fusedmoe.apply(tiny(family)), 0, 1, lambda m: None)
+    model = fusedmoe.apply(tiny(family), expert_parallel=dist.group.WORLD, timeout=60)
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n.endswith("experts.down_proj")}
+    assert shapes and all(s[0] == len(range(rank * 8 // ranks, (rank + 1) * 8 // ranks)) for s in shapes.values())
+    _near(_train(model, rank, ranks, distributed.sync_gradients), want)
+    counts = distributed.load(model)
+    assert all(sum(c["experts"]) == sum(c["ranks"]) == STEPS * BATCH * 8 * 2 for c in counts.values()), counts
+
+
+def training_qwen3(rank, ranks, folder):
+    _training("Qwen3Moe", rank, ranks, folder)
+
+
+def training_mixtral(rank, ranks, folder):
+    _training("Mixtral", rank, ranks, folder)
+
+
+def training_deepseek(rank, ranks, folder):
+    _training("DeepseekV3", rank, ranks, folder)
+
+
+def training_gpt_oss(rank, ranks, folder):
+    _training("GptOss", rank, ranks, folder)
+
+
+def checkpointed_chunks(rank, ranks, folder):
+    """Gradient checkpointing, chunks, and the lean mode."""
+    want = _train(fusedmoe.apply(tiny("Qwen3Moe")), 0, 1, lambda m: None, 5)
+    model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=dist.group.WORLD, chunks=2, mode="lean")
+    model.gradient_checkpointing_enable()
+    _near(_train(model.train(), rank, ranks, distributed.sync_gradients, 5), want)
+
+
+def with_ddp(rank, ranks, folder):
+    """DDP averages what is not the experts'."""
+    want = _train(fusedmoe.apply(tiny("Mixtral")), 0, 1, lambda m: None, 5)
+    model = fusedmoe.apply(tiny("Mixtral"), expert_parallel=dist.group.WORLD)
+    _near(_train(torch.nn.parallel.DistributedDataParallel(model), rank, ranks, lambda m: None, 5), want)
+
+
+def with_fsdp2(rank, ranks, folder):
+    """The other parameters in parts over all ranks, the experts whole where they are."""
+    from torch.distributed.fsdp import fully_shard
+
+    want = _train(fusedmoe.apply(tiny("Qwen3Moe")), 0, 1, lambda m: None, 5)
+    model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=dist.group.WORLD)
+    own = distributed.expert_parameters(model)
+    for layer in model.model.layers:
+        fully_shard(layer, ignored_params=own)
+    fully_shard(model, ignored_params=own)
+    _near(_train(model, rank, ranks, lambda m: None, 5), want)
+
+
+def ep_times_fsdp2(rank, ranks, folder):
+    """Two by two: experts over pairs of ranks, in parts over the other pairs; the rest in parts over all four."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    want = _train(fusedmoe.apply(tiny("Qwen3Moe")), 0, 1, lambda m: None)
+    mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), init_device_mesh("cpu", (4,))
+    model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=mesh)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+        fully_shard(layer, mesh=whole)
+    fully_shard(model, mesh=whole)
+    _near(_train(model, rank, ranks, lambda m: None), want)
+    saved = distributed.state_dict(model)
+    assert saved["model.layers.0.mlp.experts.down_proj"].shape[0] == 8
+
+
+def save(rank, ranks, folder):
+    """Whole tensors, which any number of ranks loads."""
+    model = fusedmoe.apply(tiny("GptOss"), expert_parallel=dist.group.WORLD)
+    _train(model, rank, ranks, distributed.sync_gradients, 3)
+    whole = distributed.state_dict(model)
+    assert {n: t.shape for n, t in whole.items()} == {n: t.shape for n, t in tiny("GptOss").state_dict().items()}
+    if rank == 0:
+        torch.save(whole, f"{folder}/../whole.pt")
+        ids = _batches()[0]
+        one = fusedmoe.apply(tiny("GptOss"))
+        one.load_state_dict(whole)
+        torch.save(one(input_ids=ids).logits.detach(), f"{folder}/../logits.pt")
+
+
+def restore(rank, ranks, folder):
+    model = fusedmoe.apply(tiny("GptOss"), expert_parallel=dist.group.WORLD)
+    distributed.load_state_dict(model, torch.load(f"{folder}/../whole.pt"))
+    want = torch.load(f"{folder}/../logits.pt")
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=_batches()[0]).logits, want)
+
+
+class Mlp(nn.Module):
+    def __init__(self, H=12, I=10):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(a, b, bias=False) for a, b in ((H, I), (H, I), (I, H)))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """Experts in a list, as transformers v4 has them."""
+
+    def __init__(self, E=5, top_k=2):
+        super().__init__()
+        self.top_k, self.num_experts = top_k, E
+        self.gate, self.experts = nn.Linear(12, E, bias=False), nn.ModuleList(Mlp() for _ in range(E))
+
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.gate(x)
+        p, ids = logits.float().softmax(-1).topk(self.top_k)
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            rows, slots = (ids == e).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, expert(x[rows]) * p[rows, slots, None].to(x.dtype))
+        return out.view(hidden_states.shape), logits
+
+
+def listed_experts(rank, ranks, folder):
+    """A list of modules: the others' are gone; outputs, gradients, saving and loading."""
+    torch.manual_seed(4)
+    one = nn.Sequential(Block())
+    spread = copy.deepcopy(one)
+    x = torch.randn(ranks, 7, 12)
+    fusedmoe.apply(one)
+    fusedmoe.apply(spread, expert_parallel=dist.group.WORLD, average=False)
+    assert sum(isinstance(e, Mlp) for e in spread[0].experts) == len(spread[0]._fmoe_ep.local) < 5
+    want, got = one(x)[0], spread(x[rank : rank + 1])[0]
+    assert torch.equal(got, want[rank : rank + 1])
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for e in spread[0]._fmoe_ep.local:
+        assert torch.equal(spread[0].experts[e].up_proj.weight.grad, one[0].experts[e].up_proj.weight.grad)
+    whole = distributed.state_dict(spread)
+    assert whole.keys() == one.state_dict().keys() and all(torch.equal(t, one.state_dict()[n]) for n, t in whole.items())
+    other = {n: t + 1 for n, t in whole.items()}
+    distributed.load_state_dict(spread, other)
+    assert all(torch.equal(t, other[n]) for n, t in distributed.state_dict(spread).items())
+
+
+def own_of_transformers(rank, ranks, folder):
+    """transformers' plan with our exchange: loss and gradients as with its own."""
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if rank == 0:
+        tiny("Qwen3Moe").save_pretrained(f"{folder}/model")
+    dist.barrier()
+    ids, found = _batches()[0], {}
+    for name in ("all_to_all", "fusedmoe"):
+        config = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation=name)
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config, experts_implementation="fusedmoe")
+        assert (name == "fusedmoe") == any("_fmoe_ep" in vars(m) for m in model.modules())
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found[name] = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    (want, grads), (got, own) = found.values()
+    assert abs(got - want) < 1e-6 * want and own.keys() == grads.keys()
+    for n, g in grads.items():
+        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (own[n], g))
+        assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-9, n
+
+
+def lora_on_shards(rank, ranks, folder):
+    """PEFT adapters of this rank's experts, their weights frozen."""
+    import peft
+
+    model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=dist.group.WORLD)
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=[])
+    model = peft.get_peft_model(model, config)
+    _train(model, rank, ranks, lambda m: None, 2)
+    grads = [p.grad for n, p in model.named_parameters() if "lora_" in n]
+    assert grads and all(g is not None and bool(g.isfinite().all()) for g in grads)
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------------------
+
+
+def wrong_ids(rank, ranks, folder):
+    """One rank's error is told to all, in time, and the next call works."""
+    ep = distributed.ExpertParallel(dist.group.WORLD, 4, timeout=20)
+    n = len(ep.local)
+    w = [torch.randn(n, 8, 6), torch.randn(n, 6, 4)]
+    ids = torch.full((3, 2), 9 if rank == 1 else 1)
+    with pytest.raises(IndexError if rank == 1 else RuntimeError, match="rank 1" if rank != 1 else r"rank 1 of .*ids\[0,0\] is 9"):
+        distributed.experts(torch.randn(3, 6), ids, torch.ones(3, 2), w, "swiglu", ep=ep)
+    out = distributed.experts(torch.randn(3, 6), ids.clamp(max=3), torch.ones(3, 2), w, "swiglu", ep=ep)
+    assert bool(out.isfinite().all())
+
+
+def late_rank(rank, ranks, folder):
+    """Last: gloo is of no use after a deadline."""
+    ep = distributed.ExpertParallel(dist.group.WORLD, 4, timeout=0.5)
+    n = len(ep.local)
+    arguments = torch.randn(3, 6), torch.ones(3, 2, dtype=torch.int64), torch.ones(3, 2), [torch.randn(n, 8, 6), torch.randn(n, 6, 4)]
+    if rank == 0:
+        time.sleep(1.5)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"rank {rank} of {ranks}, count: "):
+        distributed.experts(*arguments, "swiglu", ep=ep)
+    assert time.monotonic() - began < 2
+
+
+TABLE = find_spec("transformers.distributed") and find_spec("transformers.distributed.expert_parallel")
+SEAM = [own_of_transformers] if TABLE and hasattr(import_module(TABLE.name), "EPImplementationInterface") else []
+MODELS = [training_qwen3, training_mixtral, training_deepseek, training_gpt_oss]
+FULL = os.environ.get("FMOE_FULL", "0") != "0"  # make test-full
+CHECKS = {
+    4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks, save],
+    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, lora_on_shards, *SEAM, wrong_ids, late_rank],
+    3: [drawn_layers, training_qwen3, listed_experts, restore],
+    1: [restore],
+}
+
+
+def main(folder: str, rank: int, ranks: int, *only: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    try:
+        for check in [c for c in CHECKS[ranks] if not only or c.__name__ in only]:
+            began = time.monotonic()
+            try:
+                check(rank, ranks, folder)
+                found[check.__name__] = round(time.monotonic() - began, 2)
+            except BaseException:
+                found[check.__name__] = traceback.format_exc()
+                break  # the others may be waiting in a collective of this check
+            if check is not late_rank:
+                dist.barrier()
+    finally:
+        with open(f"{folder}/{rank}.json", "w") as f:
+            json.dump(found, f)
+    os._exit(0)  # a group that met a deadline may wait in its destructor
+
+
+_found: dict[int, list[dict]] = {}
+
+
+def _run(ranks, tmp_path_factory):
+    if ranks != 4:
+        _run(4, tmp_path_factory)  # which saves what the others load
+    if ranks in _found:
+        return _found[ranks]
+    folder = tmp_path_factory.getbasetemp() / f"ep{ranks}"
+    folder.mkdir()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = dict(os.environ, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+    every = [subprocess.Popen([sys.executable, __file__, str(folder), str(r), str(ranks)], env=dict(env, RANK=str(r), LOCAL_RANK=str(r)),
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(ranks)]  # fmt: skip
+    try:
+        texts = [p.communicate(timeout=240)[0] for p in every]
+    finally:
+        for p in every:
+            p.kill()
+            p.wait()
+    files = [folder / f"{r}.json" for r in range(ranks)]
+    assert all(f.exists() for f in files), "\n".join(texts)
+    _found[ranks] = [json.loads(f.read_text()) for f in files]
+    return _found[ranks]
+
+
+@pytest.mark.parametrize(("ranks", "check"), [(n, c.__name__) for n, checks in CHECKS.items() for c in checks])
+def test_processes(tmp_path_factory, ranks, check):
+    for rank, one in enumerate(_run(ranks, tmp_path_factory)):
+        assert check in one, f"rank {rank} did not get to it: {list(one.items())[-1]}"
+        assert not isinstance(one[check], str), one[check]
+
+
+# ---- the model of larger machines -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_traffic_is_what_a_routing_gives(ranks):
+    """Rows counted over drawn routings of Qwen3-30B-A3B, beside the formula."""
+    layer = forecast.QWEN3_30B
+    ids = torch.rand(4096, layer.E, generator=torch.Generator().manual_seed(3)).topk(layer.k).indices
+    owner = torch.tensor([next(r for r in range(ranks) if e < (r + 1) * layer.E // ranks) for e in range(layer.E)])
+    found = torch.zeros(4096, ranks, dtype=torch.bool).scatter_(1, owner[ids], True).sum() / 4096
+    assert abs(float(found) / forecast.ranks_of_a_token(layer.E, layer.k, ranks) - 1) < 0.01
+    exact, lean = (forecast.traffic(forecast.replace(layer, mode=mode), ranks) for mode in ("exact", "lean"))
+    assert lean["out"] == lean["back"] == exact["out"] and lean["total"] < lean["k_rows"] < exact["total"]
+    assert ranks <= 8 or lean["total"] < lean["all_gather"]
+
+
+def test_time_adds_up():
+    for machine in (forecast.H200, forecast.ATLAS):
+        one = forecast.forward(forecast.QWEN3_30B, machine, 8)
+        assert one["hidden"] == 0 and one["total"] == pytest.approx(one["products"] + one["exchange"])
+        cut = forecast.forward(forecast.replace(forecast.QWEN3_30B, chunks=4, mode="lean"), machine, 8)
+        assert max(cut["products"], cut["exchange"] - 1e-3) < cut["total"] < cut["products"] + cut["exchange"] and 0.5 < cut["hidden"] < 1
+    alone = forecast.forward(forecast.QWEN3_30B, forecast.H200, 1)
+    assert alone["total"] == alone["products"] and alone["exchange"] == 0
+    assert len(forecast.table().splitlines()) == 2 + 2 * 5 * 3
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

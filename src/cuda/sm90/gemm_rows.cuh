@@ -364,8 +364,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
                 const uint32_t i = wg * 4 + warp;
                 mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1); // the tile before is stored
                 publish(t.e);
-#pragma unroll
-                for (int c = 0; c < C::BN / 64; c++) store_fragment<T>(staging + c * 2048, acc[0] + 32 * c, lane);
+                hand_over<C>(acc[0], staging, ring.base + C::FACTORS + i * 64, lane);
                 __syncwarp();
                 if (lane == 0) mbar_arrive(tile_full + 8 * i);
             }

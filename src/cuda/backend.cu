@@ -197,7 +197,8 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
         used += snprintf(
             line + used, sizeof line - (size_t)used,
             "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"
-            "f32 results, FMOE_ADD_DX and lists of unequal shapes: sm80 mma.sync, 128x256 tiles; f32 rows and what is not "
+            "f32 results, FMOE_ADD_DX and lists of unequal shapes: sm80 mma.sync, 128x256 tiles; f32 rows and what is "
+            "not "
             "aligned: 64x128\n",
             plan->why, 16 * FMOE_CUDA_TOKEN_UNITS);
     } else if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {

@@ -73,8 +73,7 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.a = take_rows(c, l, l.I);
     // Slices of h are used up when y is written. Few tokens may leave parts of sums there, and what they need so do all
     // larger batches: a workspace for one is enough for the other.
-    const int64_t columns = slice_columns(l),
-                  few = fmoe_min(l.T, fmoe_cuda_most_decode_nmajor(&l.plan->shape)) * l.k;
+    const int64_t columns = slice_columns(l), few = fmoe_min(l.T, fmoe_cuda_most_decode_nmajor(&l.plan->shape)) * l.k;
     const int64_t rows = fmoe_ceil_div(few * (l.HC + l.H) * DECODE_PARTS * (int64_t)sizeof(float), columns * 2);
     f.h = f.y = fmoe_carve_take(c, fmoe_max(l.rows, rows), (size_t)columns * (l.dtype == FMOE_F32 ? 4 : 2));
     f.l1 = take_lora(c, l, d.rank1);

@@ -12,7 +12,7 @@ static void skip_rows(Mat &m, int64_t rows, int64_t size)
 // Features i0 to i0 + n of W1, or of an adapter's factor B1, in the order of h.
 static Weight slice(const Layer &l, Weight w, int64_t i0, int64_t n, int64_t size)
 {
-    if (!w.rows) return w; // no adapter
+    if (!w.rows) return w;              // no adapter
     if (l.interleaved || l.HC == l.I) { // one stretch of rows
         const int64_t each = l.HC / l.I;
         skip_rows(w.whole, each * i0, size);

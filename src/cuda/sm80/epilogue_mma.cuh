@@ -45,16 +45,15 @@ template <class C> DEV void mma_prepare(const MmaArgs &p, const MmaTile &t)
         for (int i = threadIdx.x; i < lines; i += MMA_THREADS) {
             const int r = i / (4 * parts), q = i % (4 * parts), n = t.n0 + q % 4 * 64;
             if (n >= p.N) continue;
-            const int64_t at = (int64_t)(t.row0 + r) * parts * p.N +
-                               (p.pairs ? 2 * t.n0 + q * 64 : (int64_t)(q / 4) * p.N + n);
+            const int64_t at =
+                (int64_t)(t.row0 + r) * parts * p.N + (p.pairs ? 2 * t.n0 + q * 64 : (int64_t)(q / 4) * p.N + n);
             if (p.pairs && 2 * t.n0 + q * 64 >= 2 * p.N) continue;
             asm volatile("prefetch.global.L2 [%0];" ::"l"((const typename C::T *)p.h_in + at));
         }
     }
 }
 
-template <class C>
-DEV void mma_bias(const MmaArgs &p, const MmaTile &t, int wn, int lane, float (&acc)[4][8][4])
+template <class C> DEV void mma_bias(const MmaArgs &p, const MmaTile &t, int wn, int lane, float (&acc)[4][8][4])
 {
 #pragma unroll
     for (int j = 0; j < 8; j++)
@@ -71,8 +70,7 @@ DEV void mma_bias(const MmaArgs &p, const MmaTile &t, int wn, int lane, float (&
 }
 
 // Rows of results with the words of eight fragments: D, or h.
-template <class T>
-DEV void store_rows(char *row, int n, int N, const float (&f)[8][4], int half, int lane, bool wide)
+template <class T> DEV void store_rows(char *row, int n, int N, const float (&f)[8][4], int half, int lane, bool wide)
 {
 #pragma unroll
     for (int c = 0; c < 2; c++) {
@@ -139,7 +137,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t g[4], u[4], v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float (&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], y[o]),
                                     fast_value<KIND, true>(p.act, x[o + 1], y[o + 1]));
                     g[j] = pack2<T>(x[o], x[o + 1]), u[j] = pack2<T>(y[o], y[o + 1]);
@@ -157,7 +155,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) { // features 8 j + lane % 4, and four further
-                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float (&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], x[o + 1]),
                                     fast_value<KIND, true>(p.act, y[o], y[o + 1]));
                 }

@@ -105,8 +105,7 @@ DEV void mma_steps(const MmaArgs &p, const MmaShared &shared, MmaLoader<C> &load
     const bool tail = C::WGRAD && (units % 4 != 0 || units == 0);
     const int whole = steps - tail;
 #pragma unroll 1
-    for (int s = 0; s < whole; s++)
-        mma_step<C, MI, false>(p, shared, loader, f, r, s + 1 < steps, 4, fa, fb, acc);
+    for (int s = 0; s < whole; s++) mma_step<C, MI, false>(p, shared, loader, f, r, s + 1 < steps, 4, fa, fb, acc);
     if (C::WGRAD && tail) mma_step<C, MI, true>(p, shared, loader, f, r, false, units % 4, fa, fb, acc);
 }
 

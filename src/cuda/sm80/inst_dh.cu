@@ -3,7 +3,6 @@
 #include "gemm_mma.cuh"
 
 extern const MmaEntry mma_dh[];
-const MmaEntry mma_dh[] = {
-    {MMA_DH_N, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_N, MMA_DGLU>>},
-    {MMA_DH_N, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_N, MMA_DGLU>>},
-    {}};
+const MmaEntry mma_dh[] = {{MMA_DH_N, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_N, MMA_DGLU>>},
+                           {MMA_DH_N, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_N, MMA_DGLU>>},
+                           {}};

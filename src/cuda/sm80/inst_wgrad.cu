@@ -3,7 +3,6 @@
 #include "gemm_mma.cuh"
 
 extern const MmaEntry mma_wgrad[];
-const MmaEntry mma_wgrad[] = {
-    {MMA_WGRAD, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_ROWS, MMA_STORE>>},
-    {MMA_WGRAD, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_ROWS, MMA_STORE>>},
-    {}};
+const MmaEntry mma_wgrad[] = {{MMA_WGRAD, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_ROWS, MMA_STORE>>},
+                              {MMA_WGRAD, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_ROWS, MMA_STORE>>},
+                              {}};

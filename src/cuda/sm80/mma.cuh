@@ -30,15 +30,18 @@ DEV void cp_async_arrive(uint32_t bar)
 {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
 }
-DEV void bar_wait(uint32_t bar, uint32_t parity)
+DEV bool bar_test(uint32_t bar, uint32_t parity)
 {
     uint32_t done;
-    do
-        asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                     : "=r"(done)
-                     : "r"(bar), "r"(parity)
-                     : "memory");
-    while (!done);
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return done;
+}
+DEV void bar_wait(uint32_t bar, uint32_t parity)
+{
+    while (!bar_test(bar, parity)) {}
 }
 
 template <bool TRANS> DEV void ldmatrix4(uint32_t p, uint32_t (&r)[4])

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// products.cu - the products of the layer on the fast general kernels (mma.sync): what their operands must be, and their
-// arguments. 16-bit elements; rows and matrices whose lines begin at 16 bytes and, where a copy runs along them, have
-// whole 16 bytes.
+// products.cu - the products of the layer on the fast general kernels (mma.sync): what their operands must be, and
+// their arguments. 16-bit elements; rows and matrices whose lines begin at 16 bytes and, where a copy runs along them,
+// have whole 16 bytes.
 #include "cuda/products.cuh"
 #include "product.cuh"
 
@@ -31,8 +31,8 @@ static bool matrix_ok(const Mat &w, bool columns, int64_t E)
 {
     const int64_t pitch = columns ? w.c : w.r;
     const bool far = w.list ? w.shift >= 4 : E == 1 || w.g % 8 == 0;
-    return by_columns(w) == columns && (columns || w.c == 1) && far && aligned(w.p, pitch) && pitch < 1 << 24 && !w.list2 &&
-           w.split == INT64_MAX && !w.skip;
+    return by_columns(w) == columns && (columns || w.c == 1) && far && aligned(w.p, pitch) && pitch < 1 << 24 &&
+           !w.list2 && w.split == INT64_MAX && !w.skip;
 }
 
 static MmaMatrix matrix(const Mat &w, bool columns, int64_t size = 2)
@@ -110,8 +110,8 @@ bool mma_rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, b
     // The contraction may be cut in two parts (gate and up); a result may not.
     const int parts = w.single ? 1 : 2;
     bool columns;
-    if (!fast(l) || !x.p || !out.p || !aligned(x.p, x.ld) ||
-        x.cols / parts % 8 || (parts == 2 && (!rows_k || !w.strided)) || !layout(l, w, parts, &columns) ||
+    if (!fast(l) || !x.p || !out.p || !aligned(x.p, x.ld) || x.cols / parts % 8 ||
+        (parts == 2 && (!rows_k || !w.strided)) || !layout(l, w, parts, &columns) ||
         (columns != rows_k && out.cols % 8) || !factor_ok(l, lora, 1, columns))
         return false;
     if (l.rows == 0) return true;
@@ -167,7 +167,9 @@ bool mma_gemm(int dtype, const GemmArgs &g, Stream &s)
         a.wide = !g.out_f32 && aligned(d.p, d.r) && (d.list ? d.shift >= 4 : d.g % 8 == 0);
         return mma_launch(s, MMA_WGRAD, dtype, a) == cudaSuccess;
     }
-    if (g.K % 8 || (columns != (g.b_rows_are_k != 0) && g.N % 8) || !matrix_ok(w, columns, g.E) || g.D.c != 1 || g.D.list || g.D.split != INT64_MAX) return false;
+    if (g.K % 8 || (columns != (g.b_rows_are_k != 0) && g.N % 8) || !matrix_ok(w, columns, g.E) || g.D.c != 1 ||
+        g.D.list || g.D.split != INT64_MAX)
+        return false;
     a.part[0].b[0] = matrix(w, columns);
     a.bias = g.bias;
     a.bias_dtype = g.bias_dtype;
@@ -189,11 +191,12 @@ bool mma_up_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, con
 bool mma_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora)
 {
     bool columns;
-    return fast(l) && l.I % 8 == 0 && l.H % 8 == 0 && aligned(x, ldx) && l.interleaved && w1.single && layout(l, w1, 1, &columns) &&
-           factor_ok(l, lora, 1, columns);
+    return fast(l) && l.I % 8 == 0 && l.H % 8 == 0 && aligned(x, ldx) && l.interleaved && w1.single &&
+           layout(l, w1, 1, &columns) && factor_ok(l, lora, 1, columns);
 }
 
-void mma_up(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h, void *out)
+void mma_up(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
+            void *out)
 {
     if (l.rows == 0) return;
     const bool gated = w1.parts == 2, pairs = gated && l.interleaved;

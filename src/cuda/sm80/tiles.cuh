@@ -45,7 +45,8 @@ DEV void mma_order(int r, int rows, int cols, int &m, int &n) // groups of 8 row
     m = g * 8 + r - n * size;
 }
 
-// The next tile that is this warp's to find, every eighth of this block: experts in order. Lane i looks at expert e0 + i.
+// The next tile that is this warp's to find, every eighth of this block: experts in order. Lane i looks at expert e0 +
+// i.
 template <class C> DEV void mma_find(const MmaArgs &p, MmaShared &s, int slot, int warp, int lane)
 {
     MmaTile t = {};
@@ -153,7 +154,7 @@ template <class C> struct MmaLoader {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int r = t.row0 + min(line + 32 * i, t.rows - 1);
-                a[i] = q.a + (q.gather ? __ldg(p.tok + r) : r) * q.lda + chunk * 16;
+                a[i] = q.a + (q.gather ? __ldg(p.tok + r) : r) * q.lda + chunk * 16 - (i < 2 ? 0 : 128); // see piece()
             }
             const int which = C::B == MMA_B_GLU_K ? line >> 3 & 1 : C::B == MMA_B_GLU_N ? chunk & 1 : 0;
             const MmaMatrix &w = q.b[which];
@@ -163,18 +164,18 @@ template <class C> struct MmaLoader {
             cols = (p.N - first + each - 1) / each;
             b = mma_matrix(w, t.e) + (C::TB ? line * w.pitch + first * 2 : first * w.pitch + chunk * 16);
             step = (int)((C::TB || !C::GLU ? 32 : 16) * w.pitch);
+            b -= C::TB ? 2 * (int64_t)step : 128;
             if (++part == p.parts) part = 0, tile++;
         }
     }
     DEV void piece(const MmaArgs &p, const MmaShared &s, int q)
     {
         if (q == 0 && left <= 0 && live) begin(p, s);
-        if (!live) return;
         if (q == 0) bar_wait(smem_u32(s.empty + stage), phase ^ 1);
         const int line = threadIdx.x / 8, chunk8 = threadIdx.x % 8 * 8;
         if constexpr (C::WGRAD) {
             const MmaTile &t = s.tile[(tile + MMA_TILES - 1) % MMA_TILES];
-            if (q == 0) {
+            if (q == 0 && live) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int r = t.row0 + max(0, min(t.rows - left + line + 32 * i, t.rows - 1));
@@ -184,34 +185,31 @@ template <class C> struct MmaLoader {
                 }
             }
             const bool there[2] = {left > line, left > line + 32};
-            if ((q >> 1) < step) mma_copy(dst + q * 4096, a[q & 1] + (q >> 1) * 128, there[q & 1]);
-            if (q < cols) {
-                mma_copy(dst + MMA_BM * 128 + 2 * q * 4096, b + q * 128, there[0]);
-                mma_copy(dst + MMA_BM * 128 + (2 * q + 1) * 4096, b1 + q * 128, there[1]);
-            }
+            if (live && (q >> 1) < step) mma_copy(dst + q * 4096, a[q & 1] + (q >> 1) * 128, there[q & 1]);
+            if (live && q < cols) mma_copy(dst + MMA_BM * 128 + 2 * q * 4096, b + q * 128, there[0]);
+            if (live && q < cols) mma_copy(dst + MMA_BM * 128 + (2 * q + 1) * 4096, b1 + q * 128, there[1]);
             if (q == 3) {
                 left -= MMA_BK;
-                if (left > 0) lines(p, t);
+                if (live && left > 0) lines(p, t);
             }
         } else {
+            // Pointers move well after, or before, they are used: one is free only when its copy has left the queue.
+            if (q == 0) a[2] += 128, a[3] += 128, b += C::TB ? 2 * (int64_t)step : 128;
             const bool there = left > chunk8;
-            mma_copy(dst + q * 4096, a[q], there);
-            a[q] += 128;
+            if (live) mma_copy(dst + q * 4096, a[q], there);
+            if (q == 2) a[0] += 128, a[1] += 128;
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int i = 2 * q + j;
                 const uint32_t at = dst + MMA_BM * 128 + i * 4096;
                 if constexpr (!C::TB) {
-                    if (i < cols) mma_copy(at, b + (int64_t)i * step, there);
-                } else if (q < cols)
+                    if (live && i < cols) mma_copy(at, b + (int64_t)i * step, there);
+                } else if (live && q < cols)
                     mma_copy(at, b + (int64_t)j * step + q * (C::GLU ? 64 : 128), left > line + 32 * j);
             }
-            if (q == 3) {
-                b += C::TB ? 2 * (int64_t)step : 128;
-                left -= MMA_BK;
-            }
+            if (q == 3) left -= MMA_BK;
         }
-        if (q == 3) {
+        if (q == 3 && live) {
             cp_async_arrive(smem_u32(s.full + stage));
             dst += MMA_STAGE;
             if (++stage == (uint32_t)p.stages) stage = 0, phase ^= 1, dst -= p.stages * MMA_STAGE;

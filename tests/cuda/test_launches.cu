@@ -452,7 +452,8 @@ static void named()
         c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI,
         c.nmajor1 = c.nmajor2 = true;
     });
-    experts("compute capability 8.0, lists anywhere", [](X c) { c.E = 16, c.list = c.list_grads = true, c.scatter = 1; });
+    experts("compute capability 8.0, lists anywhere",
+            [](X c) { c.E = 16, c.list = c.list_grads = true, c.scatter = 1; });
     experts("compute capability 8.0, inference, W1 is not aligned",
             [](X c) { c.I = 4096, c.shift = 2, c.inference = true; });
     record_capability = 89;

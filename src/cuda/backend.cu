@@ -125,6 +125,9 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
                     (long long)kMaxExperts);
     if (d->H > INT32_MAX / 4 || d->I > INT32_MAX / 4 || d->K > INT32_MAX || d->N > INT32_MAX)
         return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: H, I, K and N must be below 2^29");
+    const char *const path = getenv("FMOE_CUDA_PATH");
+    if (path && *path && strcmp(path, "sm80") != 0)
+        return FAIL(FMOE_ERR_ARG, "CUDA: FMOE_CUDA_PATH is '%.40s', only sm80 is known", path);
     Plan *plan = new (std::nothrow) Plan();
     if (!plan) return FAIL(FMOE_ERR_NOMEM, "no memory for a plan");
     fmoe_status status = open_device(plan, d->device.id);
@@ -144,8 +147,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     s->gated = p->gated;
     s->cc = plan->cc;
     s->sms = plan->sms;
-    const char *const path = getenv("FMOE_CUDA_PATH");
-    s->general = path && !strcmp(path, "sm80");
+    s->general = path && *path;
     plan->path = FMOE_PATH_SM80;
     plan->why = "";
     if (d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_GROUPED_MATMUL) {

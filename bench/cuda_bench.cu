@@ -15,9 +15,10 @@
 //   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
 //   cuda_bench LIBRARY memory SHAPE:T...     workspace and kept bytes
 //
-// Shapes: q30 olmoe q235 mixtral dsv3, and tiny and odd for checkers (H, I, E, k as in the table below).
-// FMOE_BENCH_CUBLAS names libcublas.so for the dense figures. Normal random data. "From idle": median of 15 passes
-// after 3, the card idle before. "Sustained": passes between 0.3 s and 1 s.
+// Shapes: q30 olmoe q235 mixtral dsv3, gptoss (that model's own layer: biases, gate and up as neighbours, weights
+// [in,out]), and tiny and odd for checkers (H, I, E, k as in the table below). FMOE_BENCH_CUBLAS names libcublas.so for
+// the dense figures. Normal random data. "From idle": median of 15 passes after 3, the card idle before. "Sustained":
+// passes between 0.3 s and 1 s.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <unistd.h>
@@ -44,8 +45,14 @@
 static const struct {
     const char *name;
     int64_t H, I, E, k;
-} shapes[] = {{"q30", 2048, 768, 128, 8},     {"olmoe", 2048, 1024, 64, 8}, {"q235", 4096, 1536, 128, 8},
-              {"mixtral", 4096, 14336, 8, 2}, {"dsv3", 7168, 2048, 32, 8},  {"tiny", 512, 256, 8, 2},
+    bool oai; // gpt-oss's own layer: biases, gate and up as neighbours, weights [in,out]
+} shapes[] = {{"gptoss", 2880, 2880, 32, 4, true},
+              {"q30", 2048, 768, 128, 8},
+              {"olmoe", 2048, 1024, 64, 8},
+              {"q235", 4096, 1536, 128, 8},
+              {"mixtral", 4096, 14336, 8, 2},
+              {"dsv3", 7168, 2048, 32, 8},
+              {"tiny", 512, 256, 8, 2},
               {"odd", 200, 76, 5, 3}};
 
 static cudaStream_t stream;
@@ -99,20 +106,22 @@ struct Tensor {
 struct Layer {
     int64_t T, H, I, E, k;
     fmoe_plan plan = 0, route = 0;
-    Tensor x, dout, out, dx, logits, ids, p, dp, w1, w2, dw1, dw2;
+    Tensor x, dout, out, dx, logits, ids, p, dp, w1, w2, dw1, dw2, b1, b2, db1, db2;
+    bool oai;
     void *ws[2] = {}, *saved = nullptr;
     size_t ws_bytes[2] = {}, saved_bytes = 0;
     Layer(const Layer &) = delete;
     Layer(int shape, int64_t tokens, bool train, bool buffers = true, uint32_t flags = 0) : T(tokens)
     {
-        H = shapes[shape].H, I = shapes[shape].I, E = shapes[shape].E, k = shapes[shape].k;
+        H = shapes[shape].H, I = shapes[shape].I, E = shapes[shape].E, k = shapes[shape].k, oai = shapes[shape].oai;
         fmoe_desc d = {};
         d.size = sizeof d;
         d.op = FMOE_OP_EXPERTS;
         d.dtype = FMOE_BF16;
         d.device = {FMOE_CUDA, 0};
         d.H = H, d.I = I, d.E = E, d.k = k;
-        d.flags = flags;
+        d.flags = flags | (oai ? FMOE_BIAS | FMOE_INTERLEAVED : 0);
+        if (oai) d.act = FMOE_ACT_SWIGLU_OAI;
         ok(fmoe_plan_create(&plan, &d));
         d.op = FMOE_OP_ROUTE, d.flags = 0, d.route.renormalize = 1;
         ok(fmoe_plan_create(&route, &d));
@@ -128,6 +137,12 @@ struct Layer {
             CK(cudaMalloc(&saved, saved_bytes));
             dout.make(FMOE_BF16, {T, H}, 1, 2), dx.make(FMOE_BF16, {T, H}, 1, 6), dp.make(FMOE_F32, {T, k}, 1, 0);
             dw1.make(FMOE_BF16, {E, 2 * I, H}, 0.02f, 7), dw2.make(FMOE_BF16, {E, H, I}, 0.02f, 8);
+        }
+        if (oai) {
+            b1.make(FMOE_BF16, {E, 2 * I}, 0.1f, 11), b2.make(FMOE_BF16, {E, H}, 0.1f, 12);
+            if (train) db1.make(FMOE_BF16, {E, 2 * I}, 0.1f, 13), db2.make(FMOE_BF16, {E, H}, 0.1f, 14);
+            for (Tensor *t : {&w1, &w2, &dw1, &dw2}) // the same shapes, stored the other way
+                t->strides[1] = 1, t->strides[2] = t->shape[1];
         }
         choose();
         CK(cudaDeviceSynchronize());
@@ -161,6 +176,7 @@ struct Layer {
         fmoe_experts_args a = {};
         a.size = sizeof a;
         a.x = &x.t, a.ids = &ids.t, a.weights = &p.t, a.w.w1 = &w1.t, a.w.w2 = &w2.t, a.out = &out.t;
+        if (oai) a.w.b1 = &b1.t, a.w.b2 = &b2.t;
         a.saved = saved, a.saved_bytes = saved_bytes;
         const fmoe_run r = run(0);
         ok(fmoe_experts_forward(plan, &a, &r));
@@ -172,6 +188,7 @@ struct Layer {
         a.x = &x.t, a.ids = &ids.t, a.weights = &p.t, a.w.w1 = &w1.t, a.w.w2 = &w2.t;
         a.saved = saved, a.saved_bytes = saved_bytes;
         a.dout = &dout.t, a.dx = &dx.t, a.dweights = &dp.t, a.dw.w1 = &dw1.t, a.dw.w2 = &dw2.t;
+        if (oai) a.w.b1 = &b1.t, a.w.b2 = &b2.t, a.dw.b1 = &db1.t, a.dw.b2 = &db2.t;
         const fmoe_run r = run(1);
         ok(fmoe_experts_backward(plan, &a, &r));
     }

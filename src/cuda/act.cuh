@@ -153,6 +153,21 @@ template <int KIND, bool GATED> DEV float fast_value(const FastAct &f, float g, 
     return GATED ? v * fast_up<KIND>(f, u).value : v;
 }
 
+// One element of the fused backward: d = <dout, W2>, p, gate and up to dh, p*a and a term of dp.
+struct Slopes {
+    float gate, up, pa, dp;
+};
+template <int KIND> DEV Slopes slopes(const FastAct &act, float d, float prob, float g, float u)
+{
+    if (KIND == FAST_SWIGLU) {
+        const float s = sigmoid_fast(g), l = g * s, a = l * u, dp = d * prob;
+        return {dp * u * (s + l * (1.f - s)), dp * l, a * prob, d * a};
+    }
+    const Factor f = fast_gate<KIND>(act, g), v = fast_up<KIND>(act, u);
+    const float a = f.value * v.value, dp = d * prob;
+    return {dp * v.value * f.slope, dp * f.value * v.slope, a * prob, d * a};
+}
+
 // call(KIND) with the kind of f as a constant: of those with a sigmoid, or of all.
 template <class F> DEV void with_smooth(const FastAct &f, F call)
 {

@@ -2,6 +2,7 @@
 // backend.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
 #include "ops.cuh"
 #include "route.cuh"
+#include "sm80/product.cuh"
 #include "sm90/product.cuh"
 
 #include <cstdio>
@@ -62,6 +63,14 @@ static fmoe_status runtime_missing(cudaError_t e)
 
 __global__ void probe() {}
 
+// What is there, or less: FMOE_CUDA_SHARED (bytes of shared memory a block) and FMOE_CUDA_SMS imitate smaller cards.
+static int at_most(int there, const char *name)
+{
+    const char *text = getenv(name);
+    const int asked = text ? atoi(text) : 0;
+    return asked > 0 && asked < there ? asked : there;
+}
+
 static fmoe_status open_device(Plan *plan, int id)
 {
     int count = 0;
@@ -72,6 +81,10 @@ static fmoe_status open_device(Plan *plan, int id)
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
     cudaDeviceGetAttribute(&plan->sms, cudaDevAttrMultiProcessorCount, id);
+    plan->sms = at_most(plan->sms, "FMOE_CUDA_SMS");
+    int shared = 0;
+    cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    plan->shared = (size_t)at_most(shared, "FMOE_CUDA_SHARED");
     plan->device = id;
     plan->cc = major * 10 + minor;
     if (plan->cc < 80)
@@ -112,6 +125,9 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
                     (long long)kMaxExperts);
     if (d->H > INT32_MAX / 4 || d->I > INT32_MAX / 4 || d->K > INT32_MAX || d->N > INT32_MAX)
         return FAIL(FMOE_ERR_UNSUPPORTED, "CUDA: H, I, K and N must be below 2^29");
+    const char *const path = getenv("FMOE_CUDA_PATH");
+    if (path && *path && strcmp(path, "sm80") != 0)
+        return FAIL(FMOE_ERR_ARG, "CUDA: FMOE_CUDA_PATH is '%.40s', only sm80 is known", path);
     Plan *plan = new (std::nothrow) Plan();
     if (!plan) return FAIL(FMOE_ERR_NOMEM, "no memory for a plan");
     fmoe_status status = open_device(plan, d->device.id);
@@ -131,6 +147,7 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
     s->gated = p->gated;
     s->cc = plan->cc;
     s->sms = plan->sms;
+    s->general = path && *path;
     plan->path = FMOE_PATH_SM80;
     plan->why = "";
     if (d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_GROUPED_MATMUL) {
@@ -143,6 +160,12 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
                 plan->path = FMOE_PATH_SM80;
                 plan->why = "the driver lacks tensor maps or the shared memory the Hopper kernels need";
             }
+        }
+        DeviceScope scope(plan->device);
+        plan->stages = d->dtype == FMOE_F32 ? 0 : fmoe_cuda_stages(plan->shared);
+        if (plan->stages && mma_setup((size_t)(plan->stages * MMA_STAGE + MMA_EXTRA)) != cudaSuccess) {
+            cudaGetLastError();
+            plan->stages = 0;
         }
     }
     p->priv = plan;
@@ -167,7 +190,7 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
     const Plan *plan = plan_of(p);
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
-    char line[900];
+    char line[1500];
     int used =
         snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s; built with CUDA %d.%d\n",
                  plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype, CUDART_VERSION / 1000,
@@ -176,13 +199,15 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
         used += snprintf(
             line + used, sizeof line - (size_t)used,
             "products: sm90 (%s), 256 features x up to %d rows, weight gradients 128x256; in 16 bits, 16-byte aligned\n"
-            "lists, f32 rows, FMOE_ADD_DX and what is not aligned: sm80 mma.sync, 64x128 tiles\n",
+            "f32 results, FMOE_ADD_DX and lists of unequal shapes: sm80 mma.sync, 128x256 tiles; f32 rows and what is "
+            "not "
+            "aligned: 64x128\n",
             plan->why, 16 * FMOE_CUDA_TOKEN_UNITS);
     } else if (p->d.op == FMOE_OP_EXPERTS && plan->path == FMOE_PATH_SM90) {
         used += snprintf(line + used, sizeof line - (size_t)used,
                          "products: sm90 (%s), 4 stages of 64 in k, pairs of CTAs; 128x256 tiles, or below %d rows an "
                          "expert 256 features x up to %d tokens\n"
-                         "weights that are not 16-byte aligned, or in lists of unequal strides: sm80\n"
+                         "weights that are not 16-byte aligned, or in lists of unequal strides: sm80, 64x128 tiles\n"
                          "activation: in the products (dh by a warpgroup of its own); of weights [in,out] separate "
                          "kernels where they are not gated, or interleaved and between 64 and %d rows an expert\n",
                          plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS, FMOE_CUDA_TOKENS_BELOW);
@@ -196,9 +221,17 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                 "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
                 (long long)most, (long long)cols);
     } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
-        used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n",
-                         p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
-                         *plan->why ? ", because: " : "", plan->why);
+        if (plan->stages)
+            used += snprintf(line + used, sizeof line - (size_t)used,
+                             "products: sm80 mma.sync (%s), 128x256 tiles, %d stages of 64 in k in %zu KiB of shared "
+                             "memory, one block an SM%s\n"
+                             "operands that are not 16-byte aligned, or in lists of unequal strides: 64x128 tiles\n",
+                             plan->why, plan->stages, plan->shared / 1024,
+                             p->d.op == FMOE_OP_EXPERTS ? "; activation in the products" : "");
+        else
+            used += snprintf(line + used, sizeof line - (size_t)used, "products: sm80 %s, 64x128 tiles%s%s\n",
+                             p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
+                             *plan->why ? ", because: " : "", plan->why);
     }
     return (size_t)snprintf(text, n, "%s", line);
 }

@@ -59,6 +59,28 @@ DEV void store_int(void *p, int dtype, int64_t i, int64_t v)
     else ((int64_t *)p)[i] = v;
 }
 
+// Pairs of 16-bit elements.
+template <class T> DEV uint32_t pack2(float a, float b);
+template <> DEV uint32_t pack2<bf16>(float a, float b)
+{
+    const __nv_bfloat162 t = __floats2bfloat162_rn(a, b);
+    return *(const uint32_t *)&t;
+}
+template <> DEV uint32_t pack2<f16>(float a, float b)
+{
+    const __half2 t = __floats2half2_rn(a, b);
+    return *(const uint32_t *)&t;
+}
+template <class T> DEV float2 unpack2(uint32_t v);
+template <> DEV float2 unpack2<bf16>(uint32_t v) { return __bfloat1622float2(*(const __nv_bfloat162 *)&v); }
+template <> DEV float2 unpack2<f16>(uint32_t v) { return __half22float2(*(const __half2 *)&v); }
+
+// 16 bytes at once, which the compiler, left alone, makes four of under pressure.
+DEV void store_global16(void *p, const uint4 &v)
+{
+    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // A tensor of small elements addressed by two indices.
 struct View {
     void *p;
@@ -84,6 +106,7 @@ struct Mat {
     // a list of equal strides r, c: its matrices lie at p (the lowest) plus multiples of 2^shift bytes; else 0.
     int shift;
     int64_t span; // and the furthest at this multiple
+    int64_t skip; // of a list: rows before the first, in either part (sm80/gemm.cu alone)
 };
 
 // ---- The row map: routed rows sorted by expert, each expert's segment beginning at a multiple of FMOE_CUDA_ALIGN (or
@@ -118,6 +141,8 @@ enum { DEVERR_ID = 1, DEVERR_SIZE = 2, DEVERR_MAP = 3 };
 
 struct Plan {
     int device, cc, sms;
+    int stages;    // of the fast general products
+    size_t shared; // bytes that a block may have
     fmoe_cuda_shape shape;
     fmoe_cuda_path path;
     const char *why;
@@ -131,7 +156,7 @@ extern const fmoe_core *fmoe_cuda_core;
 static inline Plan *plan_of(const fmoe_plan_impl *p) { return (Plan *)p->priv; }
 static inline Stream stream_of(const Plan *plan, const fmoe_run *run)
 {
-    return Stream{(cudaStream_t)run->stream, plan->cc >= 90, Product::NONE};
+    return Stream{(cudaStream_t)run->stream, plan->cc >= 90, Product::NONE, plan->sms, plan->stages};
 }
 
 // Translate the state of the runtime after launches.
@@ -196,6 +221,9 @@ struct GemmArgs {
     RowMap map_value; // off == NULL: one group of R rows
 };
 void gemm_sm80(int dtype, const GemmArgs &a, Stream &s);
+// sm80/products.cu: the same on the fast general products. False: the operands do not allow it, and nothing was
+// launched.
+bool mma_gemm(int dtype, const GemmArgs &a, Stream &s);
 // sm80/lora_add.cu, sm80/lora_rows.cu: the same where few k are added to rows, or the result has few columns, or a
 // weight gradient few rows or columns. False: it is not that, and nothing was launched.
 bool lora_add(int dtype, const GemmArgs &a, Stream &s);

@@ -71,10 +71,9 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
-    // h is used up when y is written. Few tokens may leave parts of sums there, and what they need so do all larger
-    // batches: a workspace for one is enough for the other.
-    const int64_t columns = fmoe_max(l.HC, l.H),
-                  few = fmoe_min(l.T, fmoe_cuda_most_decode_nmajor(&l.plan->shape)) * l.k;
+    // Slices of h are used up when y is written. Few tokens may leave parts of sums there, and what they need so do all
+    // larger batches: a workspace for one is enough for the other.
+    const int64_t columns = slice_columns(l), few = fmoe_min(l.T, fmoe_cuda_most_decode_nmajor(&l.plan->shape)) * l.k;
     const int64_t rows = fmoe_ceil_div(few * (l.HC + l.H) * DECODE_PARTS * (int64_t)sizeof(float), columns * 2);
     f.h = f.y = fmoe_carve_take(c, fmoe_max(l.rows, rows), (size_t)columns * (l.dtype == FMOE_F32 ? 4 : 2));
     f.l1 = take_lora(c, l, d.rank1);
@@ -371,8 +370,9 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
         lora_in_product(l, Rows{x, l.H, ldx}, true, factor_weight(a->w.lora_a1), false, a->w.lora_scale1, f.l1);
     if (fused) {
         up_fused(l, x, ldx, w1, b1, lora1, h, f.a);
+    } else if (!h) {
+        up_in_slices(l, p->d.act, p->d.act_alpha, p->d.act_limit, x, ldx, w1, b1, lora1, f.h, f.a);
     } else {
-        if (!h) h = f.h;
         up_product(l, x, ldx, w1, b1, lora1, h);
         ActArgs act = act_args(l, p, h);
         act.a = f.a;
@@ -494,7 +494,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
     int parts = 1;
     const bool fused_dh = dh_fused_ok(l, dout, ldd, w2, back2);
     l.ready = b.ready;
-    if (fused || fused_dh) rowmap_clear(l.ready, *l.stream);
+    if (plan->path == FMOE_PATH_SM90 && (fused || fused_dh)) rowmap_clear(l.ready, *l.stream);
     if (a->dx || a->dweights || any_dw1 || dw->w2 || dw->down || any_lora1 || any_lora2) {
         if (recompute) {
             const Bias b1 = b1_bias(l, p, bias ? a->w.b1 : nullptr);

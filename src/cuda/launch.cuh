@@ -21,7 +21,7 @@ enum When { WAITS, OVERLAPPED };
 
 // What a launch does, when it begins, and whether it lets the next launch in as soon as the results of the first half
 // of the experts are in memory. The products of the layer have these names on the Hopper kernels only; on the general
-// kernel they are GEMM.
+// kernels they are MMA or GEMM.
 // clang-format off
 #define PRODUCTS(X)                                                                                      \
     X(NONE,         WAITS,      false) /* nothing was launched in this call */                           \
@@ -32,6 +32,7 @@ enum When { WAITS, OVERLAPPED };
     X(SIZES,        WAITS,      false) /* of a grouped matmul */                                         \
     X(LIST,         WAITS,      false) /* pointers of a list of matrices */                              \
     X(GEMM,         WAITS,      false) /* sm80/gemm.cu */                                                \
+    X(MMA,          OVERLAPPED, false) /* sm80/gemm_mma.cuh */                                           \
     X(LORA_ADD,     WAITS,      false) /* sm80/lora_add.cu */                                            \
     X(LORA_ROWS,    WAITS,      false) /* sm80/lora_rows.cu, as the next two */                          \
     X(LORA_SCALE,   WAITS,      false)                                                                   \
@@ -103,6 +104,8 @@ struct Stream {
     cudaStream_t handle;
     bool overlap; // 9.0 and later
     Product last; // the launch before the next one
+    int sms;      // that are used
+    int stages;   // of the fast general products (sm80/product.cuh), 0: there is no room for them
 };
 
 struct Grid {

@@ -29,7 +29,7 @@ static bool place(const Mat &w, int64_t size, const Layer &l, Place *q, int64_t 
     *q = Place{w.list, (uintptr_t)w.p, w.shift};
     *count = w.list ? w.span + 1 : l.E;
     *stride = w.list ? ((int64_t)1 << w.shift) / size : w.g;
-    return !w.list || (w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX);
+    return !w.list || (w.shift >= 4 && w.shift < 40 && w.span < INT32_MAX && !w.skip);
 }
 
 // Weights of one part: rows n, columns k. K-major {k, n, e}, N-major {n, k, e}, boxes of 64 x `box_rows` (N-major: 64 x
@@ -221,6 +221,7 @@ static void rows_product(Layer &l, Product product, const Rows &x, bool gathered
 {
     if (rows_hopper(l, product, x, gathered, w, rows_k, b, lora, out)) return;
     if (!lora.rows.cols || !rows_hopper(l, product, x, gathered, w, rows_k, b, Lora{}, out)) {
+        if (mma_rows_product(l, x, gathered, w, rows_k, b, lora, out)) return;
         GemmArgs g = rows_args(l, x, gathered, w, rows_k, out);
         set_bias(g, b);
         gemm_sm80(l.dtype, g, *l.stream);
@@ -231,9 +232,14 @@ static void rows_product(Layer &l, Product product, const Rows &x, bool gathered
     gemm_sm80(l.dtype, g, *l.stream);
 }
 
+void up_rows(Layer &l, const Rows &x, const Weight &w1, const Bias &b1, const Lora &lora, const Rows &h)
+{
+    rows_product(l, Product::GATHER, x, true, w1, false, b1, lora, h);
+}
+
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h)
 {
-    rows_product(l, Product::GATHER, Rows{x, l.H, ldx}, true, w1, false, b1, lora, Rows{h, l.HC, l.HC});
+    up_rows(l, Rows{x, l.H, ldx}, w1, b1, lora, Rows{h, l.HC, l.HC});
 }
 
 void down_product(Layer &l, const void *a, const Weight &w2, const Bias &b2, const Lora &lora, void *y)
@@ -286,17 +292,18 @@ static bool lora_ok(const Layer &l, const Lora &lora, int parts, bool columns)
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora)
 {
     const bool gated = w1.parts == 2, columns = gated && w1.strided && by_columns(w1.part[0]);
-    if (l.plan->path != FMOE_PATH_SM90 || !gather_ok(x, ldx) || !lora_ok(l, lora, w1.parts, columns)) return false;
+    if (l.plan->path != FMOE_PATH_SM90) return mma_up_ok(l, x, ldx, w1, lora);
+    if (!gather_ok(x, ldx) || !lora_ok(l, lora, w1.parts, columns)) return false;
     return gated ? w1.strided && map_ok(l, w1.part[0], columns) && map_ok(l, w1.part[1], columns)
                  : w1.single && map_ok(l, w1.whole, false);
 }
 
 bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora)
 {
+    if (l.plan->path != FMOE_PATH_SM90) return mma_pairs_ok(l, x, ldx, w1, lora);
     const bool bias = !b1.p || (b1.n == 1 && b1.g % 2 == 0 && (uintptr_t)b1.p % 4 == 0); // read two at a time
-    return l.plan->path == FMOE_PATH_SM90 && l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 &&
-           fmoe_cuda_use_pairs(l.R, l.E) && bias && gather_ok(x, ldx) && map_ok(l, w1.whole, true) &&
-           lora_ok(l, lora, 1, true);
+    return l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.E) &&
+           bias && gather_ok(x, ldx) && map_ok(l, w1.whole, true) && lora_ok(l, lora, 1, true);
 }
 
 // Gates and ups of one tensor, up after gate at one distance.
@@ -310,6 +317,7 @@ static bool glu_map(CUtensorMap *m, const Layer &l, const Weight &w)
 void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
               void *a_out)
 {
+    if (l.plan->path != FMOE_PATH_SM90) return mma_up(l, x, ldx, w1, b1, lora, h, a_out);
     if (!hopper(l)) return;
     Sm90Args a = base_args(l);
     const bool gated = w1.parts == 2, pairs = l.interleaved,
@@ -352,16 +360,17 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora)
 {
+    if (l.plan->path != FMOE_PATH_SM90) return mma_dh_ok(l, dout, ldd, w2, lora);
     const bool columns = by_columns(w2.whole);
     // Gate and up as neighbours, with few rows: 1 to 2 % slower.
     const bool order = !l.interleaved || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.E));
-    return l.plan->path == FMOE_PATH_SM90 && order && w2.single && map_ok(l, w2.whole, columns) &&
-           gather_ok(dout, ldd) && lora_ok(l, lora, 1, columns);
+    return order && w2.single && map_ok(l, w2.whole, columns) && gather_ok(dout, ldd) && lora_ok(l, lora, 1, columns);
 }
 
 int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
              void *pa, float *dp)
 {
+    if (l.plan->path != FMOE_PATH_SM90) return mma_dh(l, dout, ldd, w2, lora, h, dh, pa, dp);
     if (!hopper(l)) return 0;
     Sm90Args a = base_args(l);
     const bool columns = by_columns(w2.whole);
@@ -483,6 +492,7 @@ void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64
                !l.interleaved) {
         if (wgrad_hopper(l, product, fixed, gathered, false, d.part[0], d.part[1], 2, f32, add)) return;
     }
+    if (!d.single && d.strided && mma_dw1_parts(l, dh, x, ldx, d, f32, add)) return;
     if (!d.whole.list && !d.whole.list2) {
         wgrad_general(l, rows_mat(dh, l.HC), nullptr, rows_mat(x, ldx), l.map.tok, l.HC, l.H, d.whole, f32, add);
         return;
@@ -490,10 +500,8 @@ void dw1_product(Layer &l, Product product, const void *dh, const void *x, int64
     // A list: gate and up on their own, either may be absent.
     const int64_t size = l.dtype == FMOE_F32 ? 4 : 2;
     for (int i = 0; i < d.parts; i++) {
-        Mat m = {};
-        m.list = i ? d.whole.list2 : d.whole.list;
-        m.split = INT64_MAX;
-        if (!m.list) continue;
+        const Mat &m = d.part[i];
+        if (!(i ? d.whole.list2 : d.whole.list)) continue;
         Mat part = rows_mat((const char *)dh + i * (l.interleaved ? 1 : l.I) * size, l.HC);
         if (l.interleaved) part.c = 2;
         wgrad_general(l, part, nullptr, rows_mat(x, ldx), l.map.tok, l.I, l.H, m, f32, add);

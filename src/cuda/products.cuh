@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// products.cuh - the products of the layer over the row map: each runs on Hopper where its operands allow and on the
-// general kernel where they do not. Both write the same layout, so they mix freely.
+// products.cuh - the products of the layer over the row map: each runs on Hopper where its operands allow, else on the
+// fast general kernels, else on the one for everything. All write the same layout, so they mix freely.
 #pragma once
 #include "sm90/product.cuh"
 
@@ -48,6 +48,12 @@ struct Lora {
 
 // h = gather(x) W1^T + b1, or with the activation in one kernel; a and h are [rows, I] and [rows, HC].
 void up_product(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h);
+// The same of some columns of h.
+void up_rows(Layer &l, const Rows &x, const Weight &w1, const Bias &b1, const Lora &lora, const Rows &h);
+// slices.cu: a by two kernels, h in slices in memory of `slice_columns` columns.
+int64_t slice_columns(const Layer &l);
+void up_in_slices(Layer &l, int act, float alpha, float limit, const void *x, int64_t ldx, const Weight &w1,
+                  const Bias &b1, const Lora &lora, void *h, void *a);
 bool up_fused_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora);
 // The same where gate and up alternate in W1 and h.
 bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora);
@@ -76,6 +82,17 @@ void lora_in_product(Layer &l, const Rows &x, bool gathered, const Weight &facto
                      const Rows &out);
 void lora_grad_product(Layer &l, Product product, const Rows &x, bool gather_x, const Rows &y, bool gather_y,
                        const Mat &d, int out_f32, int add);
+
+// The same on the fast general kernels, sm80/products.cu. Those that return a bool launched nothing if it is false.
+bool mma_rows_product(Layer &l, const Rows &x, bool gathered, const Weight &w, bool rows_k, const Bias &b,
+                      const Lora &lora, const Rows &out);
+bool mma_up_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora);
+bool mma_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, const Lora &lora);
+void mma_up(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h, void *a);
+bool mma_dh_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora);
+int mma_dh(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
+           void *pa, float *dp);
+bool mma_dw1_parts(Layer &l, const void *dh, const void *x, int64_t ldx, const Weight &dw1, int out_f32, int add);
 
 // Grouped matmul on Hopper, rows in l.map's groups: out = x w (rows_k: the contraction runs over w's rows) and dw[e] =
 // x^T y. False: the operands do not allow it, and nothing was launched.

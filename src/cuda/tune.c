@@ -11,6 +11,10 @@ fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why)
         *why = "not compute capability 9.0";
         return FMOE_PATH_SM80;
     }
+    if (s->general) {
+        *why = "FMOE_CUDA_PATH asks for it";
+        return FMOE_PATH_SM80;
+    }
     if (s->dtype != FMOE_BF16 && s->dtype != FMOE_F16) {
         *why = "f32 runs on plain multiply-adds";
         return FMOE_PATH_SM80;
@@ -24,6 +28,14 @@ fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why)
         return FMOE_PATH_SM80;
     }
     return FMOE_PATH_SM90;
+}
+
+int fmoe_cuda_stages(size_t shared)
+{
+    const size_t stage = (128 + 256) * 64 * 2, extra = 2816; /* sm80/product.cuh */
+    for (int n = 4; n >= 2; n--)
+        if ((size_t)n * stage + extra <= shared) return n;
+    return 0;
 }
 
 int64_t fmoe_cuda_rows(int64_t R, int64_t E, int64_t align)

@@ -12,7 +12,7 @@ extern "C" {
 
 enum { FMOE_CUDA_ALIGN = 16 };      /* an expert's segment of rows begins at a multiple of this */
 enum { FMOE_CUDA_SLACK = 128 };     /* entries of the token list past the last row that a tile may look at */
-enum { FMOE_CUDA_TILE_M = 64 };     /* rows of a tile of the general kernels */
+enum { FMOE_CUDA_TILE_M = 64 };     /* rows of a tile of the kernel for everything, sm80/gemm.cu */
 enum { FMOE_CUDA_TOKEN_UNITS = 9 }; /* times 16: the most tokens of a tile of gemm_tokens.cuh */
 
 /* What the choice depends on; filled by backend.cu from the description and the device. */
@@ -21,12 +21,16 @@ typedef struct fmoe_cuda_shape {
     int dtype, gated; /* fmoe_dtype */
     int cc;           /* compute capability, 90 = 9.0 */
     int sms;
+    int general; /* FMOE_CUDA_PATH=sm80: the general path was asked for */
 } fmoe_cuda_shape;
 
 typedef enum fmoe_cuda_path { FMOE_PATH_SM80 = 0, FMOE_PATH_SM90 = 1 } fmoe_cuda_path;
 
 /* The path of the large products; `why` gets the reason in words (never NULL). */
 fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why);
+
+/* Stages of the fast general products in `shared` bytes of a block: 4, 3 (8.0), 2 (8.6, 8.9, 12.0), or 0: no room. */
+int fmoe_cuda_stages(size_t shared);
 
 /* Rows the internal layout needs at most for R routed rows: every expert that can have rows is padded. */
 int64_t fmoe_cuda_rows(int64_t R, int64_t E, int64_t align);

@@ -262,6 +262,8 @@ static inline void compare(const char *name, const Tensor &t, double l2, double 
         top = std::fmax(top, std::fabs(t.ref[(size_t)i]));
     });
     const double rel = r2 > 0 ? sqrt(e2 / r2) : sqrt(e2);
+    static const bool aloud = getenv("CHECK_ERRORS") != nullptr;
+    if (aloud) printf("error %s: %s %.3e\n", context.c_str(), name, rel);
     verdict(finite && rel <= l2 && worst <= peak * top + 1e-30,
             "%s: relative L2 %.3e (bound %.3e), worst %.3e of %.3e (bound %.3e)%s", name, rel, l2, worst, top,
             peak * top, finite ? "" : ", NOT FINITE");

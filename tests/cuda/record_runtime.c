@@ -22,6 +22,12 @@ static struct {
 static int kernel_count;
 static cudaError_t last_error = cudaSuccess;
 
+static int shared_most(void) /* of a block, by compute capability */
+{
+    if (record_capability == 80) return 166912;
+    return record_capability == 86 || record_capability == 89 || record_capability == 120 ? 101376 : SHARED_MOST;
+}
+
 static int find(const void *function)
 {
     int i = 0;
@@ -164,7 +170,7 @@ cudaError_t cudaMemsetAsync(void *p, int value, size_t bytes, cudaStream_t s)
 cudaError_t cudaFuncSetAttribute(const void *kernel, enum cudaFuncAttribute attribute, int value)
 {
     const int i = find(kernel);
-    if (i == kernel_count || attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > SHARED_MOST)
+    if (i == kernel_count || attribute != cudaFuncAttributeMaxDynamicSharedMemorySize || value > shared_most())
         return result(cudaErrorInvalidValue);
     kernels[i].shared = (size_t)value;
     return cudaSuccess;
@@ -180,7 +186,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     case cudaDevAttrComputeCapabilityMajor: *value = record_capability / 10; break;
     case cudaDevAttrComputeCapabilityMinor: *value = record_capability % 10; break;
     case cudaDevAttrMultiProcessorCount: *value = MULTIPROCESSORS; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = SHARED_MOST; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = shared_most(); break;
     default: return result(cudaErrorInvalidValue);
     }
     return device ? result(cudaErrorInvalidDevice) : cudaSuccess;

@@ -448,6 +448,18 @@ static void named()
             [](X c) { c.rank1 = c.rank2 = 16, c.flags = FMOE_RECOMPUTE; });
     experts("compute capability 8.0, four tokens", [](X c) { c.T = 4, c.inference = true; });
     gmm("compute capability 8.0, grouped matmul", [](G c) { c.bias = true; });
+    experts("compute capability 8.0, biases, gate and up as neighbours, weights [in,out]", [](X c) {
+        c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI,
+        c.nmajor1 = c.nmajor2 = true;
+    });
+    experts("compute capability 8.0, lists anywhere",
+            [](X c) { c.E = 16, c.list = c.list_grads = true, c.scatter = 1; });
+    experts("compute capability 8.0, inference, W1 is not aligned",
+            [](X c) { c.I = 4096, c.shift = 2, c.inference = true; });
+    record_capability = 89;
+    experts("compute capability 8.9", [](X) {});
+    record_capability = 120;
+    experts("compute capability 12.0", [](X) {});
     record_capability = 90;
 }
 

@@ -29,6 +29,14 @@ int main(void)
     CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "9.0"));
     s.cc = 100;
     CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80);
+    s.cc = 90;
+    s.general = 1;
+    CHECK(fmoe_cuda_choose_path(&s, &why) == FMOE_PATH_SM80 && strstr(why, "FMOE_CUDA_PATH"));
+    s.general = 0;
+
+    /* Stages by what a block may have: 9.0 and 10.0, 8.0, 8.6 and 8.9 and 12.0, 7.5. */
+    CHECK(fmoe_cuda_stages(232448) == 4 && fmoe_cuda_stages(166912) == 3 && fmoe_cuda_stages(101376) == 2);
+    CHECK(fmoe_cuda_stages(65536) == 0 && fmoe_cuda_stages(0) == 0);
 
     /* Rows: every expert that can have rows may need align - 1 more. */
     CHECK(fmoe_cuda_rows(0, 128, 16) == 0);

@@ -29,6 +29,7 @@ DEV Side make_side(const Mat &m, int dtype, int e, const int *gather, bool rows_
     if (m.list) p = (const char *)m.list[e].p, r = m.list[e].r, c = m.list[e].c, p2 = p;
     int64_t r2 = r, c2 = c;
     if (m.list2) p2 = (const char *)m.list2[e].p, r2 = m.list2[e].r, c2 = m.list2[e].c;
+    p += m.skip * r * size, p2 += m.skip * r2 * size;
     s.rows_k = rows_k;
     s.gather = gather ? gather + row0 : nullptr;
     s.split = m.split;
@@ -275,7 +276,7 @@ template <class T> static void run(int dtype, int a_dtype, int b_dtype, const Ge
 
 void gemm_sm80(int dtype, const GemmArgs &g, Stream &s)
 {
-    if (lora_add(dtype, g, s)) return;
+    if (lora_add(dtype, g, s) || mma_gemm(dtype, g, s)) return;
     const int a = g.a_f32 ? FMOE_F32 : dtype, b = g.b_f32 ? FMOE_F32 : dtype;
     if (dtype == FMOE_F32 || g.a_f32 || g.b_f32) run<float>(dtype, a, b, g, s);
     else if (dtype == FMOE_BF16) run<bf16>(dtype, a, b, g, s);

@@ -17,6 +17,33 @@ DEV void cp_async16(uint32_t dst, const void *src, bool there) // zeros where th
 DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
+// Barriers in shared memory. cp_async_arrive: when the copies of this thread so far have arrived.
+DEV void bar_init(uint32_t bar, int count)
+{
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+DEV void bar_arrive(uint32_t bar)
+{
+    asm volatile("{\n.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];\n}" ::"r"(bar) : "memory");
+}
+DEV void cp_async_arrive(uint32_t bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory");
+}
+DEV bool bar_test(uint32_t bar, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return done;
+}
+DEV void bar_wait(uint32_t bar, uint32_t parity)
+{
+    while (!bar_test(bar, parity)) {}
+}
+
 template <bool TRANS> DEV void ldmatrix4(uint32_t p, uint32_t (&r)[4])
 {
     if (TRANS)

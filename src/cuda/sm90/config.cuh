@@ -27,8 +27,9 @@ template <class T_, int BM_, int BN_, int STAGES_, ASource A_, BSource B_, Epilo
     static constexpr int STAGING = EPI_WG ? BN * 32 : 4096; // bytes of a consumer warp
     static constexpr int THREADS = EPI_WG ? 512 : 384;
     static constexpr int STAGING_AT = STAGES * STAGE;
-    // barriers, then offsets.
-    static constexpr int CONTROL = STAGING_AT + 8 * STAGING, OFFSETS = CONTROL + 256, SMEM = OFFSETS;
+    // barriers, then what rows of da are to be multiplied by (16 a consumer warp), then offsets.
+    static constexpr int CONTROL = STAGING_AT + 8 * STAGING, FACTORS = CONTROL + 256,
+                         OFFSETS = FACTORS + (EPI_WG ? 8 * 64 : 0), SMEM = OFFSETS;
     static constexpr int COLS = EPI == EPI_GLU ? BN / 2 : BN;         // columns of the result in a tile
     static constexpr int BOXES = B <= B_GLU && !EPI_WG ? 2 : BN / 64; // of weights
     static constexpr int TX_BYTES = STAGE - (GATHER_A ? A_BYTES : 0) - (GATHER_B ? B_BYTES : 0);

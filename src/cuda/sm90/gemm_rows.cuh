@@ -155,7 +155,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         constexpr int BOXES = C::GATHER_B ? C::BN / 64 : C::BM / 64;
         int tok[4], next[4];
         t.e = -1;
-        auto load_tokens = [&](int(&q)[4], const Tile &u, int k) {
+        auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
 #pragma unroll
             for (int i = 0; i < 4; i++) q[i] = p.tok[offset_of<C>(p, u.e) + 64 * k + row + 16 * i];
         };
@@ -364,8 +364,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
                 const uint32_t i = wg * 4 + warp;
                 mbar_wait(tile_empty + 8 * i, (handed++ & 1) ^ 1); // the tile before is stored
                 publish(t.e);
-#pragma unroll
-                for (int c = 0; c < C::BN / 64; c++) store_fragment<T>(staging + c * 2048, acc[0] + 32 * c, lane);
+                hand_over<C>(acc[0], staging, ring.base + C::FACTORS + i * 64, lane);
                 __syncwarp();
                 if (lane == 0) mbar_arrive(tile_full + 8 * i);
             }

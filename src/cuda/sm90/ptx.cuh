@@ -110,22 +110,6 @@ DEV void cp_async_arrive(uint32_t bar)
 template <int R> DEV void registers_up() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R)); }
 template <int R> DEV void registers_down() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R)); }
 
-// ---- Pairs of 16-bit elements ----
-template <class T> DEV uint32_t pack2(float a, float b);
-template <> DEV uint32_t pack2<bf16>(float a, float b)
-{
-    const __nv_bfloat162 t = __floats2bfloat162_rn(a, b);
-    return *(const uint32_t *)&t;
-}
-template <> DEV uint32_t pack2<f16>(float a, float b)
-{
-    const __half2 t = __floats2half2_rn(a, b);
-    return *(const uint32_t *)&t;
-}
-template <class T> DEV float2 unpack2(uint32_t v);
-template <> DEV float2 unpack2<bf16>(uint32_t v) { return __bfloat1622float2(*(const __nv_bfloat162 *)&v); }
-template <> DEV float2 unpack2<f16>(uint32_t v) { return __half22float2(*(const __half2 *)&v); }
-
 // ---- A warp's 16 x 64 block of 16-bit elements in 2 KB, 128-byte swizzle: what a TMA box of 64 x 16 expects ----
 DEV void stmatrix4(uint32_t a, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3)
 {
@@ -186,11 +170,6 @@ DEV uint4 load_shared16(uint32_t a)
                  : "r"(a)
                  : "memory");
     return v;
-}
-// Which the compiler, left alone, makes four of under pressure.
-DEV void store_global16(void *p, const uint4 &v)
-{
-    asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 // Address of 16 bytes of such a block in row order: 8 lanes a row, rows 4 i + lane / 8.
 DEV uint32_t row_address(uint32_t base, int i, int lane)

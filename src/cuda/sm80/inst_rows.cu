@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+// inst_rows.cu - compiles some of the fast general products; kernels.cu finds them.
+#include "gemm_mma.cuh"
+
+extern const MmaEntry mma_rows[];
+const MmaEntry mma_rows[] = {{MMA_ROWS_K, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_K, MMA_STORE>>},
+                             {MMA_ROWS_K, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_K, MMA_STORE>>},
+                             {MMA_ROWS_N, FMOE_BF16, mma_kernel<MmaConfig<bf16, MMA_B_N, MMA_STORE>>},
+                             {MMA_ROWS_N, FMOE_F16, mma_kernel<MmaConfig<f16, MMA_B_N, MMA_STORE>>},
+                             {}};

@@ -83,22 +83,22 @@ FMOE_API const char *fmoe_version_string(void); /* "0.2.0" */
 
 typedef enum fmoe_status {
     FMOE_OK = 0,
-    FMOE_ERR_NULL = 1,        /* a pointer that is needed is NULL */
-    FMOE_ERR_ABI = 2,         /* a struct's size is not one this library knows: see Version */
-    FMOE_ERR_ARG = 3,         /* a value is outside its range */
-    FMOE_ERR_SHAPE = 4,       /* wrong rank, negative dimension, or two tensors disagree */
-    FMOE_ERR_DTYPE = 5,       /* unsupported, or not the plan's */
-    FMOE_ERR_STRIDE = 6,      /* a layout the operation cannot read or write */
-    FMOE_ERR_ALIGN = 7,       /* data not aligned to its own element size */
-    FMOE_ERR_ALIAS = 8,       /* an output overlaps an input or another output */
-    FMOE_ERR_INDEX = 9,       /* expert id, group size or row map entry out of range */
-    FMOE_ERR_OVERFLOW = 10,   /* a size does not fit 64 bits */
-    FMOE_ERR_WORKSPACE = 11,  /* workspace or saved state missing or too small */
-    FMOE_ERR_NOMEM = 12,      /* the library's own allocation failed */
-    FMOE_ERR_HANDLE = 13,     /* no such plan (never made, or destroyed) */
-    FMOE_ERR_PLAN = 14,       /* the plan is for another operation or other sizes */
-    FMOE_ERR_BACKEND = 15,    /* the backend is not there: library, symbol or device missing */
-    FMOE_ERR_DEVICE = 16,     /* the device's runtime reported an error */
+    FMOE_ERR_NULL = 1,         /* a pointer that is needed is NULL */
+    FMOE_ERR_ABI = 2,          /* a struct's size is not one this library knows: see Version */
+    FMOE_ERR_ARG = 3,          /* a value is outside its range */
+    FMOE_ERR_SHAPE = 4,        /* wrong rank, negative dimension, or two tensors disagree */
+    FMOE_ERR_DTYPE = 5,        /* unsupported, or not the plan's */
+    FMOE_ERR_STRIDE = 6,       /* a layout the operation cannot read or write */
+    FMOE_ERR_ALIGN = 7,        /* data not aligned to its own element size */
+    FMOE_ERR_ALIAS = 8,        /* an output overlaps an input or another output */
+    FMOE_ERR_INDEX = 9,        /* expert id, group size or row map entry out of range */
+    FMOE_ERR_OVERFLOW = 10,    /* a size does not fit 64 bits */
+    FMOE_ERR_WORKSPACE = 11,   /* workspace or saved state missing or too small */
+    FMOE_ERR_NOMEM = 12,       /* the library's own allocation failed */
+    FMOE_ERR_HANDLE = 13,      /* no such plan (never made, or destroyed) */
+    FMOE_ERR_PLAN = 14,        /* the plan is for another operation or other sizes */
+    FMOE_ERR_BACKEND = 15,     /* the backend is not there: library, symbol or device missing */
+    FMOE_ERR_DEVICE = 16,      /* the device's runtime reported an error */
     FMOE_ERR_UNSUPPORTED = 17, /* a combination this backend does not implement */
     FMOE_ERR_EXCHANGE = 18     /* between ranks (fusedmoe_ep.h): one died, lags, or sends what it did not announce */
 } fmoe_status;
@@ -415,6 +415,7 @@ typedef enum fmoe_code {
 } fmoe_code;
 
 /* What the bytes of a scale tensor of 8 bits are. E8M0: 2^(byte - 127); 255: NaN */
+/* What the bytes of a scale tensor of 8 bits are: E8M0 is 2^(byte - 127), and NaN for 255. */
 typedef enum fmoe_scale_type { FMOE_SCALE_E8M0 = 1, FMOE_SCALE_E4M3 = 2 } fmoe_scale_type;
 
 /* fmoe_quant.flags */

@@ -133,7 +133,8 @@ FMOE_RUN_CALL(permute, FMOE_OP_PERMUTE, fmoe_permute_args, 0, 0)
 static fmoe_status unpermute_check(fmoe_call *c, const fmoe_unpermute_args *a)
 {
     const int p_types = TYPE_PLAN | TYPE_WIDE;
-    const int sums = c->p->d.device.type == FMOE_CPU ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* expert parallelism's rows */
+    const int sums =
+        c->p->d.device.type == FMOE_CPU ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* expert parallelism's rows */
     const fmoe_arg map = {"map", a->map, ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_TK}, 0};
     const fmoe_arg weights = {"weights", a->weights, ARG_OPTIONAL, p_types, LAYOUT_COMPACT, {AXIS_T, AXIS_K_SLOTS}, 0};
     if (c->pass == FMOE_FORWARD) {

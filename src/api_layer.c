@@ -238,7 +238,8 @@ static fmoe_status experts_check(fmoe_call *c, const fmoe_experts_args *a)
 {
     const bool back = c->pass == FMOE_BACKWARD;
     const int p_types = TYPE_PLAN | TYPE_WIDE;
-    const int sums = c->p->d.device.type == FMOE_CPU ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* expert parallelism adds on */
+    const int sums =
+        c->p->d.device.type == FMOE_CPU ? TYPE_PLAN | TYPE_WIDE : TYPE_PLAN; /* expert parallelism adds on */
     fmoe_arg args[36];
     int n = 0;
     FMOE_TRY(check_weights(c->p, &a->w, &experts_names));

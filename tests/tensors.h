@@ -13,7 +13,8 @@
 
 enum { I32 = -32, I64 = -64 }; /* dtypes beside fmoe_dtype, as fmoe_tensor_dtype() has them */
 
-#define SHAPE(...) (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]){__VA_ARGS__}
+#define SHAPE(...)                                                                                                     \
+    (int)(sizeof((int64_t[]){__VA_ARGS__}) / sizeof(int64_t)), (const int64_t[]) { __VA_ARGS__ }
 
 static inline int64_t tensor_count(const fmoe_tensor *t)
 {
@@ -121,7 +122,8 @@ static inline fmoe_tensor *tensor_random_int(fmoe_tensor *t, int64_t n)
     return t;
 }
 
-#define VALUES(...) (const double[]){__VA_ARGS__}
+#define VALUES(...)                                                                                                    \
+    (const double[]) { __VA_ARGS__ }
 
 /* Compact copy in any dtype; this is the conversion to and from double as well. */
 static inline fmoe_tensor *tensor_copy(const fmoe_tensor *t, int dtype)
@@ -136,7 +138,10 @@ static inline fmoe_tensor *tensor_copy(const fmoe_tensor *t, int dtype)
 static inline fmoe_tensor *tensor_view(const fmoe_tensor *t, int d, int64_t from, int64_t n, int64_t step)
 {
     int64_t shape[4], strides[4];
-    for (int i = 0; i < t->ndim; i++) { shape[i] = t->shape[i]; strides[i] = fmoe_stride(t, i); }
+    for (int i = 0; i < t->ndim; i++) {
+        shape[i] = t->shape[i];
+        strides[i] = fmoe_stride(t, i);
+    }
     shape[d] = n;
     fmoe_tensor *v = tensor_over(t->data, fmoe_tensor_dtype(t), t->ndim, shape, strides);
     v->strides[d] *= step;
@@ -179,7 +184,10 @@ static inline int tensor_same(const fmoe_tensor *a, const fmoe_tensor *b) { retu
 static inline void test_check_values(const char *file, int line, const char *name, const fmoe_tensor *t, double tol,
                                      int64_t n, const double *want)
 {
-    if (n != tensor_count(t)) { test_check_eq(file, line, name, "number of values", tensor_count(t), n); return; }
+    if (n != tensor_count(t)) {
+        test_check_eq(file, line, name, "number of values", tensor_count(t), n);
+        return;
+    }
     for (int64_t i = 0; i < n; i++) {
         const double got = tensor_get(t, i);
         if ((isnan(want[i]) && isnan(got)) || got == want[i] || fabs(got - want[i]) <= tol) continue;

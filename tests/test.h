@@ -18,8 +18,15 @@
 
 #include "fusedmoe.h"
 
-typedef struct test_case { const char *name; void (*fn)(void); struct test_case *next; } test_case;
-typedef union test_block { union test_block *next; max_align_t align; } test_block;
+typedef struct test_case {
+    const char *name;
+    void (*fn)(void);
+    struct test_case *next;
+} test_case;
+typedef union test_block {
+    union test_block *next;
+    max_align_t align;
+} test_block;
 
 static test_case *test_list, **test_tail = &test_list;
 static test_block *test_blocks;
@@ -27,24 +34,24 @@ static uint64_t test_seed = 1, test_state;
 static int test_failures; /* of the test that runs */
 static jmp_buf test_leave;
 
-#define TEST(id)                                                                        \
-    static void test_##id(void);                                                        \
-    __attribute__((constructor)) static void register_##id(void)                        \
-    {                                                                                   \
-        static test_case c = {#id, test_##id, NULL};                                    \
-        *test_tail = &c;                                                                \
-        test_tail = &c.next;                                                            \
-    }                                                                                   \
+#define TEST(id)                                                                                                       \
+    static void test_##id(void);                                                                                       \
+    __attribute__((constructor)) static void register_##id(void)                                                       \
+    {                                                                                                                  \
+        static test_case c = {#id, test_##id, NULL};                                                                   \
+        *test_tail = &c;                                                                                               \
+        test_tail = &c.next;                                                                                           \
+    }                                                                                                                  \
     static void test_##id(void)
 
-#define TEST_FAIL(...) \
+#define TEST_FAIL(...)                                                                                                 \
     (test_failures++, printf("  %s:%d: ", __FILE__, __LINE__), printf(__VA_ARGS__), (void)putchar('\n'))
 #define CHECK(cond) ((cond) ? (void)0 : TEST_FAIL("%s", #cond))
 #define REQUIRE(cond) ((cond) ? (void)0 : (TEST_FAIL("%s", #cond), longjmp(test_leave, 1)))
 #define SKIP(reason) (printf("  %s\n", reason), longjmp(test_leave, 2))
 #define CHECK_EQ(a, b) test_check_eq(__FILE__, __LINE__, #a, #b, (int64_t)(a), (int64_t)(b))
 #define CHECK_STATUS(expr, want) test_check_status(__FILE__, __LINE__, #expr, (expr), (want))
-#define CHECK_ERROR_HAS(part) \
+#define CHECK_ERROR_HAS(part)                                                                                          \
     (strstr(fmoe_last_error(), part) ? (void)0 : TEST_FAIL("\"%s\" has no \"%s\"", fmoe_last_error(), part))
 
 static inline void test_check_eq(const char *file, int line, const char *a, const char *b, int64_t x, int64_t y)

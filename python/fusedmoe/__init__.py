@@ -21,6 +21,6 @@ if "transformers.integrations.moe" in _sys.modules:
 
 __all__ = [
     "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block", "cpu_isa",
-    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "quantize", "report", "route", "routing",
-    "set_max_isa", "unapply", "unpermute",
+    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "quantize", "report", "route",
+    "routing", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

@@ -52,3 +52,18 @@ def huge_pages() -> int: ...
 # How tensors are read and launches made; for tests.
 def use_exchange(on: bool, /) -> bool: ...
 def use_queue(on: bool, /) -> bool: ...
+
+# Expert parallelism: fusedmoe_ep.h. A layer and a call are capsules.
+def ep_create(
+    desc: tuple[Any, ...], exchange: Any, rank: int, ranks: int, experts: Any, places: Any, mode: int, chunks: int, capacity: int,
+    timeout_ms: int, /,
+) -> Any: ...  # fmt: skip
+def ep_local(layer: Any, /) -> list[int]: ...
+def ep_forward(
+    layer: Any, form: int, inference: bool, x: Tensor, ids: Tensor, p: Tensor, w: Any, out: Tensor, scale1: float, scale2: float, /,
+) -> Any: ...  # fmt: skip
+def ep_backward(
+    call: Any, form: int, x: Tensor, ids: Tensor, p: Tensor, w: Any, dout: Tensor, dx: Tensor | None, dp: Tensor | None, dw: Any,
+    scale1: float, scale2: float, /,
+) -> None: ...  # fmt: skip
+def ep_stats(call: Any, /) -> dict[str, int]: ...

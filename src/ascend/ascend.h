@@ -13,8 +13,8 @@ struct asc_plan {
     const fmoe_acl *acl;
     asc_keep keep;
     bool routing_v3; /* rows by MoeInitRoutingV3, else by V2 and a cast */
-    bool skip;  /* ids may mark skipped slots */
-    bool check; /* FMOE_ASCEND_CHECK: ids are looked at before they are used */
+    bool skip;       /* ids may mark skipped slots */
+    bool check;      /* FMOE_ASCEND_CHECK: ids are looked at before they are used */
     /* Sizes measured before, so that a training loop asks phase 1 once: the only thing in a plan that changes. */
     pthread_mutex_t lock;
     struct {

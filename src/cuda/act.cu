@@ -19,7 +19,7 @@ enum Layout { PLAIN, GATED, PAIRS };
 template <class T, Layout LAY, int V> DEV void load_h(const ActArgs &a, int64_t at, Pack<T, V> &g, Pack<T, V> &u)
 {
     if (LAY == PAIRS) {
-        const Pack<T, 2 *V> both = load_pack<T, 2 * V>(a.h, at);
+        const Pack<T, 2 * V> both = load_pack<T, 2 * V>(a.h, at);
 #pragma unroll
         for (int j = 0; j < V; j++) g.v[j] = both.v[2 * j], u.v[j] = both.v[2 * j + 1];
     } else {
@@ -47,16 +47,12 @@ template <class T, bool GATED, class F> DEV void with_factors(const ActArgs &a, 
 {
     if constexpr (sizeof(T) == 4)
         call([&](float g) { return gate_factor(a.act, g, a.alpha, a.limit); },
-             [&](float u) {
-                 return GATED ? up_factor(a.act, u, a.limit) : Factor{1.f, 0.f};
-             });
+             [&](float u) { return GATED ? up_factor(a.act, u, a.limit) : Factor{1.f, 0.f}; });
     else
         with_kind(fast, [&](auto kind) {
             constexpr int KIND = kind.value == FAST_SWIGLU && !GATED ? FAST_CLAMP : kind.value;
             call([&](float g) { return fast_gate<KIND>(fast, g); },
-                 [&](float u) {
-                     return GATED ? fast_up<KIND>(fast, u) : Factor{1.f, 0.f};
-                 });
+                 [&](float u) { return GATED ? fast_up<KIND>(fast, u) : Factor{1.f, 0.f}; });
         });
 }
 

@@ -147,8 +147,7 @@ __global__ void __launch_bounds__(kScanThreads) sort_scan(int blocks, int E, int
         }
         __syncthreads();
     }
-    layout(
-        E, align, m, true, shared, [&](int e) { return m.cnt[e]; }, [](int, int) {});
+    layout(E, align, m, true, shared, [&](int e) { return m.cnt[e]; }, [](int, int) {});
     if (counts.p)
         for (int e = threadIdx.x; e < E; e += blockDim.x) store_int(counts.p, counts.dtype, e * counts.s0, m.cnt[e]);
 }

@@ -94,7 +94,7 @@ void check_near(const char *what, int64_t i, double got, double want, double bou
  * never more than the certain bound n + 2. */
 double check_c(int64_t n);
 #define U32 0x1p-24
-double check_u(int dtype);    /* unit roundoff of storing: f32 2^-24, bf16 2^-8, f16 2^-11, f64 2^-53 */
+double check_u(int dtype); /* unit roundoff of storing: f32 2^-24, bf16 2^-8, f16 2^-11, f64 2^-53 */
 /* Absolute, for what is too small for a relative bound: of f16 its smallest number, 2^-24, twice the largest error of
  * rounding to it (2^-25); of the others 2^-120, for sums of denormals. */
 double check_tiny(int dtype);

@@ -28,8 +28,8 @@ static fmoe_desc draw_desc(void)
     d.H = check_size(140);
     d.I = check_size(140);
     d.shared_I = check_below(3) ? check_size(100) : 0;
-    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_RECOMPUTE, FMOE_REUSE_SAVED) | CHECK_PICK(0, FMOE_INTERLEAVED) |
-                         (d.shared_I ? CHECK_PICK(0, FMOE_SHARED_GATE) : 0));
+    d.flags = (uint32_t)(CHECK_PICK(0, FMOE_BIAS) | CHECK_PICK(0, FMOE_RECOMPUTE, FMOE_REUSE_SAVED) |
+                         CHECK_PICK(0, FMOE_INTERLEAVED) | (d.shared_I ? CHECK_PICK(0, FMOE_SHARED_GATE) : 0));
     d.rank2 = CHECK_PICK(0, 3); /* adapters reach the experts: one is enough to see that */
     d.threads = (int32_t)CHECK_PICK(1, 2, 3);
     d.route.score = (int32_t)check_below(4);

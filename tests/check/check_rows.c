@@ -277,8 +277,18 @@ static void check_act_gradient(fmoe_act_backward_fn *backward, int64_t index)
     const act_draw d = draw_act(index);
     float *pa = floats(d.n), *dg = d.gated ? floats(d.n) : NULL, *du = floats(d.n), dot;
     const float p = check_below(2) ? 1 : (float)(0.25 + check_uniform());
-    const fmoe_act_rows row = {.m = 1, .n = d.n, .g = d.g, .u = d.u, .dg = dg, .du = du, .pa = pa, .h_type = FMOE_F32,
-                               .type = FMOE_F32, .da = d.da, .p = &p, .dot = &dot};
+    const fmoe_act_rows row = {.m = 1,
+                               .n = d.n,
+                               .g = d.g,
+                               .u = d.u,
+                               .dg = dg,
+                               .du = du,
+                               .pa = pa,
+                               .h_type = FMOE_F32,
+                               .type = FMOE_F32,
+                               .da = d.da,
+                               .p = &p,
+                               .dot = &dot};
     backward(&d.act, &row);
     double sum = 0, error = 0x1p-130;
     for (int64_t i = 0; i < d.n; i++) {
@@ -318,15 +328,35 @@ static void check_act_gradients(fmoe_act_backward_fn *backward, int64_t index)
     }
     const bool over = h_type == type && check_below(2); /* dh in the place of h */
     for (int i = 0; i < 3; i++) out[i] = over && i < 2 ? h[i] : check_rows(type, m, n, gap);
-    const fmoe_act_rows rows = {.m = m, .n = n, .g = d.gated ? fmoe_data(h[0]) : NULL, .u = fmoe_data(h[1]),
-                                .dg = d.gated ? fmoe_data(out[0]) : NULL, .du = fmoe_data(out[1]),
-                                .pa = fmoe_data(out[2]), .h_stride = n + gap, .dh_stride = n + gap,
-                                .pa_stride = n + gap, .h_type = h_type, .type = type, .da = da, .p = p, .dot = dot};
+    const fmoe_act_rows rows = {.m = m,
+                                .n = n,
+                                .g = d.gated ? fmoe_data(h[0]) : NULL,
+                                .u = fmoe_data(h[1]),
+                                .dg = d.gated ? fmoe_data(out[0]) : NULL,
+                                .du = fmoe_data(out[1]),
+                                .pa = fmoe_data(out[2]),
+                                .h_stride = n + gap,
+                                .dh_stride = n + gap,
+                                .pa_stride = n + gap,
+                                .h_type = h_type,
+                                .type = type,
+                                .da = da,
+                                .p = p,
+                                .dot = dot};
     backward(&d.act, &rows);
     for (int64_t i = 0; i < m; i++) {
         float want[3][FMOE_NB], want_dot;
-        const fmoe_act_rows row = {.m = 1, .n = n, .g = values[0] + i * n, .u = values[1] + i * n, .dg = want[0], .du = want[1], .pa = want[2],
-                                   .h_type = FMOE_F32, .type = FMOE_F32, .da = da + i * FMOE_NB, .p = p + i,
+        const fmoe_act_rows row = {.m = 1,
+                                   .n = n,
+                                   .g = values[0] + i * n,
+                                   .u = values[1] + i * n,
+                                   .dg = want[0],
+                                   .du = want[1],
+                                   .pa = want[2],
+                                   .h_type = FMOE_F32,
+                                   .type = FMOE_F32,
+                                   .da = da + i * FMOE_NB,
+                                   .p = p + i,
                                    .dot = &want_dot};
         backward(&d.act, &row);
         check_near("<da, a>", i, (double)dot[i], (double)want_dot, 0);
@@ -355,8 +385,18 @@ void bench_act(const check_kernel *k, const fmoe_kernels *table, int64_t *items,
         CHECK_KERNEL_FN(backward, fmoe_act_backward_fn, k, table);
         const float p = 0.5f;
         float dot;
-        const fmoe_act_rows row = {.m = 1, .n = 64, .g = g, .u = u, .dg = dg, .du = du, .pa = a, .h_type = FMOE_F32,
-                                   .type = FMOE_F32, .da = da, .p = &p, .dot = &dot};
+        const fmoe_act_rows row = {.m = 1,
+                                   .n = 64,
+                                   .g = g,
+                                   .u = u,
+                                   .dg = dg,
+                                   .du = du,
+                                   .pa = a,
+                                   .h_type = FMOE_F32,
+                                   .type = FMOE_F32,
+                                   .da = da,
+                                   .p = &p,
+                                   .dot = &dot};
         for (int i = 0; i < 200; i++) backward(&act, &row);
     }
     *items = 200 * 64;

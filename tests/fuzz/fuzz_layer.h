@@ -26,8 +26,8 @@ static inline fuzz_layer fuzz_layer_draw(fuzz_input *in)
     l.d.act = acts[fuzz_byte(in) % 12];
     l.d.H = 1 + fuzz_below(in, 70), l.d.I = 1 + fuzz_below(in, 40), l.d.E = 1 + fuzz_below(in, 6),
     l.d.k = 1 + fuzz_below(in, 3);
-    l.d.flags = fuzz_byte(in) & (FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_REUSE_SAVED |
-                               FMOE_SKIP_NEG1 | FMOE_SKIP_E);
+    l.d.flags = fuzz_byte(in) &
+                (FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_REUSE_SAVED | FMOE_SKIP_NEG1 | FMOE_SKIP_E);
     l.d.threads = 1 + fuzz_byte(in) % 2;
     l.T = fuzz_below(in, 9);
     l.C = l.d.act < 16 ? 2 * l.d.I : l.d.I;
@@ -88,9 +88,9 @@ static inline fuzz_results fuzz_layer_run(const fuzz_layer *l, bool reference, b
     return r;
 }
 
-/* The same layer on absolute values. Its results in double are sums without cancellation that no term of the layer's own sums
- * exceeds (|act(h)| <= act(|h|) for every activation, and so for the slopes, up to a tenth), element by element: what
- * rounding errors are measured against. */
+/* The same layer on absolute values. Its results in double are sums without cancellation that no term of the layer's
+ * own sums exceeds (|act(h)| <= act(|h|) for every activation, and so for the slopes, up to a tenth), element by
+ * element: what rounding errors are measured against. */
 static inline fuzz_layer fuzz_layer_magnitude(const fuzz_layer *l)
 {
     fuzz_layer m = *l;
@@ -103,8 +103,8 @@ static inline fuzz_layer fuzz_layer_magnitude(const fuzz_layer *l)
     return m;
 }
 
-/* Within the layer's error of the double; check_layer.c has the exact bound. A derivative that jumps (relu, clamps) may be off by
- * all of itself in a few elements: not compared. */
+/* Within the layer's error of the double; check_layer.c has the exact bound. A derivative that jumps (relu, clamps) may
+ * be off by all of itself in a few elements: not compared. */
 static inline void fuzz_compare(const fuzz_layer *l, const char *what, const fmoe_tensor *got, const fmoe_tensor *want,
                                 const fmoe_tensor *magnitude, double scale)
 {
@@ -114,8 +114,8 @@ static inline void fuzz_compare(const fuzz_layer *l, const char *what, const fmo
         if (!(fabs(fuzz_get(got, i) - fuzz_get(want, i)) <= scale * u * (fuzz_get(magnitude, i) + 1e-3)))
             FUZZ_FAIL("%s[%" PRId64 "] is %g, reference %g (magnitude %g): H=%" PRId64 " I=%" PRId64 " E=%" PRId64
                       " k=%" PRId64 " T=%" PRId64 " dtype=%d act=%d flags=%u",
-                      what, i, fuzz_get(got, i), fuzz_get(want, i), fuzz_get(magnitude, i), l->d.H, l->d.I, l->d.E, l->d.k,
-                      l->T, l->d.dtype, l->d.act, l->d.flags);
+                      what, i, fuzz_get(got, i), fuzz_get(want, i), fuzz_get(magnitude, i), l->d.H, l->d.I, l->d.E,
+                      l->d.k, l->T, l->d.dtype, l->d.act, l->d.flags);
 }
 
 static inline bool fuzz_smooth(const fuzz_layer *l)

@@ -373,7 +373,7 @@ static inline const char *number(int64_t v)
 
 /* The call must fail with one of two statuses, its sentence must have the words, and nothing may be written. */
 static inline void expect(api_call *c, const char *what, fmoe_status want, fmoe_status or_else, const char *word,
-                   const char *word2)
+                          const char *word2)
 {
     const fmoe_status got = call_make(c);
     if (got != want && got != or_else)

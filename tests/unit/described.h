@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * described.h - reads a text of fmoe_plan_describe: which of its lines are true of one pass of one case, and the kernels
- * that they name. */
+ * described.h - reads a text of fmoe_plan_describe: which of its lines are true of one pass of one case, and the
+ * kernels that they name. */
 #ifndef FMOE_DESCRIBED_H
 #define FMOE_DESCRIBED_H
 

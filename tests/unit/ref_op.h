@@ -12,11 +12,18 @@
 
 static const double NaN = NAN, Inf = INFINITY;
 
-__attribute__((unused))
-static const int all_acts[] = {FMOE_ACT_SWIGLU, FMOE_ACT_GEGLU, FMOE_ACT_GEGLU_TANH, FMOE_ACT_REGLU,
-                               FMOE_ACT_SWIGLU_CLAMP, FMOE_ACT_SWIGLU_OAI, FMOE_ACT_SWIGLU_CLAMP_OUT, FMOE_ACT_SILU,
-                               FMOE_ACT_GELU,
-                               FMOE_ACT_GELU_TANH, FMOE_ACT_RELU, FMOE_ACT_RELU2};
+__attribute__((unused)) static const int all_acts[] = {FMOE_ACT_SWIGLU,
+                                                       FMOE_ACT_GEGLU,
+                                                       FMOE_ACT_GEGLU_TANH,
+                                                       FMOE_ACT_REGLU,
+                                                       FMOE_ACT_SWIGLU_CLAMP,
+                                                       FMOE_ACT_SWIGLU_OAI,
+                                                       FMOE_ACT_SWIGLU_CLAMP_OUT,
+                                                       FMOE_ACT_SILU,
+                                                       FMOE_ACT_GELU,
+                                                       FMOE_ACT_GELU_TANH,
+                                                       FMOE_ACT_RELU,
+                                                       FMOE_ACT_RELU2};
 enum { ACTS = sizeof all_acts / sizeof *all_acts };
 
 #define CHECK_NEAR(a, b) CHECK(fabs((a) - (b)) <= 1e-9)
@@ -33,9 +40,16 @@ static inline op make_op(fmoe_op kind, int64_t H, int64_t I, int64_t E, int64_t 
 {
     op o = {.p = {.d = FMOE_DESC_INIT, .backend = &fmoe_backend_reference}};
     fmoe_desc *d = &o.p.d;
-    d->op = (int32_t)kind; d->dtype = FMOE_F64; d->device.type = FMOE_CPU;
-    d->H = H; d->I = I; d->E = E; d->k = k;
-    d->act_alpha = 1.702f; d->act_limit = 7; d->route.scale = 1;
+    d->op = (int32_t)kind;
+    d->dtype = FMOE_F64;
+    d->device.type = FMOE_CPU;
+    d->H = H;
+    d->I = I;
+    d->E = E;
+    d->k = k;
+    d->act_alpha = 1.702f;
+    d->act_limit = 7;
+    d->route.scale = 1;
     return o;
 }
 
@@ -68,7 +82,7 @@ static inline fmoe_status call(const op *o, fmoe_pass pass, const void *args, ui
 
 #define FORWARD(o, args, flags) CHECK_STATUS(call(o, FMOE_FORWARD, args, flags), FMOE_OK)
 #define BACKWARD(o, args, flags) CHECK_STATUS(call(o, FMOE_BACKWARD, args, flags), FMOE_OK)
-#define BAD_INDEX(o, pass, args, flags, text) \
+#define BAD_INDEX(o, pass, args, flags, text)                                                                          \
     (CHECK_STATUS(call(o, pass, args, flags), FMOE_ERR_INDEX), CHECK_ERROR_HAS(text))
 
 /* L = <out, c>, so dL/dout = c. Each element of param is moved by +-step and the forward run again. A step that crosses
@@ -104,7 +118,7 @@ static inline void check_gradient(int line, const char *name, const op *o, const
     }
 }
 
-#define CHECK_GRADIENT(o, args, flags, out, c, param, grad) \
+#define CHECK_GRADIENT(o, args, flags, out, c, param, grad)                                                            \
     check_gradient(__LINE__, #param, o, args, flags, out, c, param, grad)
 
 #endif

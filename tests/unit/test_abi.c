@@ -64,7 +64,8 @@ TEST(header_and_symbols_agree)
 {
     static char declared[32768], exported[32768];
     CHECK_EQ(output_of(declared, sizeof declared,
-                       "cd '%s/include' && grep -oh 'FMOE_API [a-z].*' fusedmoe.h fusedmoe_ep.h | grep -o 'fmoe_[a-z0-9_]*(' | tr -d '(' | "
+                       "cd '%s/include' && grep -oh 'FMOE_API [a-z].*' fusedmoe.h fusedmoe_ep.h | grep -o "
+                       "'fmoe_[a-z0-9_]*(' | tr -d '(' | "
                        "LC_ALL=C sort -u",
                        FMOE_SOURCE),
              0);

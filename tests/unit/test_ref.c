@@ -112,8 +112,8 @@ TEST(permute_by_hand)
         fmoe_tensor *p = tensor_list(tensor_new(FMOE_F64, SHAPE(3, 2)), VALUES(10, 1, NaN, 2, 3, 4));
         fmoe_tensor *out = tensor_new(FMOE_F64, SHAPE(3, 2)), *dp = tensor_fill(tensor_new(FMOE_F64, SHAPE(3, 2)), NaN);
         fmoe_tensor *dy = tensor_fill(tensor_new(FMOE_F64, SHAPE(6, 2)), NaN);
-        fmoe_unpermute_args u = {.size = sizeof u, .y = xp, .map = map, .weights = p, .out = out, .dout = out, .dy = dy,
-                                 .dweights = dp};
+        fmoe_unpermute_args u = {
+            .size = sizeof u, .y = xp, .map = map, .weights = p, .out = out, .dout = out, .dy = dy, .dweights = dp};
         FORWARD(&o, &u, 0);
         CHECK_VALUES(out, 0, 11, 22, 6, 8, 35, 42);
         BACKWARD(&o, &u, 0);
@@ -143,8 +143,8 @@ TEST(permute_gradients)
     o.unpermute = true;
     fmoe_tensor *p = tensor_random(tensor_new(FMOE_F64, SHAPE(T, k)), 1), *out = tensor_new(FMOE_F64, SHAPE(T, H));
     fmoe_tensor *dp = tensor_new(FMOE_F64, SHAPE(T, k)), *dy = tensor_new(FMOE_F64, SHAPE(T * k, H));
-    const fmoe_unpermute_args u = {.size = sizeof u, .y = xp, .map = map, .weights = p, .out = out, .dout = x, .dy = dy,
-                                   .dweights = dp};
+    const fmoe_unpermute_args u = {
+        .size = sizeof u, .y = xp, .map = map, .weights = p, .out = out, .dout = x, .dy = dy, .dweights = dp};
     BACKWARD(&o, &u, 0);
     CHECK_GRADIENT(&o, &u, 0, out, x, xp, dy);
     CHECK_GRADIENT(&o, &u, 0, out, x, p, dp);
@@ -218,15 +218,17 @@ TEST(gmm_by_hand)
     fmoe_tensor *sizes = tensor_new(I32, SHAPE(3));
     fmoe_tensor *y = tensor_new(FMOE_F64, SHAPE(4, 1)), *dx = tensor_new(FMOE_F64, SHAPE(4, 2));
     fmoe_tensor *dw = tensor_new(FMOE_F64, SHAPE(3, 2, 1)), *db = tensor_new(FMOE_F64, SHAPE(3, 1));
-    fmoe_gmm_args a = {.size = sizeof a, .x = x, .w = w, .bias = b, .sizes = sizes, .y = y, .dx = dx, .dw = dw,
-                       .dbias = db};
+    fmoe_gmm_args a = {
+        .size = sizeof a, .x = x, .w = w, .bias = b, .sizes = sizes, .y = y, .dx = dx, .dw = dw, .dbias = db};
     a.dy = tensor_list(tensor_new(FMOE_F64, SHAPE(4, 1)), VALUES(1, 2, 3, 4));
     for (a.cumulative = 0; a.cumulative < 2; a.cumulative++) {
         tensor_list(sizes, a.cumulative ? VALUES(1, 1, 3) : VALUES(1, 0, 2));
         tensor_fill(y, 77);
         FORWARD(&o, &a, 0);
         CHECK_VALUES(y, 0, 21.5, 85, 129, 77);
-        tensor_fill(dx, NaN); tensor_fill(dw, NaN); tensor_fill(db, NaN);
+        tensor_fill(dx, NaN);
+        tensor_fill(dw, NaN);
+        tensor_fill(db, NaN);
         BACKWARD(&o, &a, 0);
         CHECK_VALUES(dx, 0, 1, 10, 4, 40, 6, 60, 0, 0);
         CHECK_VALUES(dw, 0, 1, 2, 0, 0, 21, 26);
@@ -265,8 +267,16 @@ TEST(gmm_gradients)
         fmoe_tensor *dy = tensor_random(tensor_new(FMOE_F64, SHAPE(R, N)), 1), *dx = tensor_new(FMOE_F64, SHAPE(R, K));
         fmoe_tensor *sizes = tensor_list(tensor_new(I64, SHAPE(E)), VALUES(2, 0, 3, 1));
         tensor_random(w, 1);
-        const fmoe_gmm_args a = {.size = sizeof a, .x = x, .w = w, .bias = b, .sizes = sizes, .y = y, .dy = dy,
-                                 .dx = dx, .dw = dw, .dbias = db};
+        const fmoe_gmm_args a = {.size = sizeof a,
+                                 .x = x,
+                                 .w = w,
+                                 .bias = b,
+                                 .sizes = sizes,
+                                 .y = y,
+                                 .dy = dy,
+                                 .dx = dx,
+                                 .dw = dw,
+                                 .dbias = db};
         tensor_fill(tensor_view(dy, 0, 6, 1, 1), 0); /* row 6 is past the total and no part of the loss */
         BACKWARD(&o, &a, 0);
         CHECK_GRADIENT(&o, &a, 0, y, dy, x, dx);
@@ -278,10 +288,13 @@ TEST(gmm_gradients)
         part.dx = tensor_fill(tensor_new(FMOE_F64, SHAPE(R, K)), NaN);
         BACKWARD(&o, &part, 0);
         CHECK_SAME(part.dx, dx);
-        part.x = x; part.w = part.dx = NULL; part.dw = tensor_new(FMOE_F64, SHAPE(E, K, N));
+        part.x = x;
+        part.w = part.dx = NULL;
+        part.dw = tensor_new(FMOE_F64, SHAPE(E, K, N));
         BACKWARD(&o, &part, 0);
         CHECK_SAME(part.dw, dw);
-        part.x = part.dw = NULL; part.dbias = tensor_new(FMOE_F64, SHAPE(E, N));
+        part.x = part.dw = NULL;
+        part.dbias = tensor_new(FMOE_F64, SHAPE(E, N));
         BACKWARD(&o, &part, 0);
         CHECK_SAME(part.dbias, db);
 
@@ -293,14 +306,26 @@ TEST(gmm_gradients)
             list[i] = test_alloc((size_t)E * sizeof *list[i]);
             for (int64_t g = 0; g < E; g++) list[i][g] = *tensor_view(rows[i], 0, first[g], first[g + 1] - first[g], 1);
         }
-        const fmoe_gmm_args l = {.size = sizeof l, .x = list[0], .y = list[1], .dy = list[2], .dx = list[3], .list = 1,
-                                 .w = tensor_slices(w), .bias = tensor_slices(b), .dw = tensor_slices(dw),
+        const fmoe_gmm_args l = {.size = sizeof l,
+                                 .x = list[0],
+                                 .y = list[1],
+                                 .dy = list[2],
+                                 .dx = list[3],
+                                 .list = 1,
+                                 .w = tensor_slices(w),
+                                 .bias = tensor_slices(b),
+                                 .dw = tensor_slices(dw),
                                  .dbias = tensor_slices(db)};
-        tensor_fill(tensor_view(y, 0, 0, 6, 1), NaN); tensor_fill(tensor_view(dx, 0, 0, 6, 1), NaN);
-        tensor_fill(dw, NaN); tensor_fill(db, NaN);
+        tensor_fill(tensor_view(y, 0, 0, 6, 1), NaN);
+        tensor_fill(tensor_view(dx, 0, 0, 6, 1), NaN);
+        tensor_fill(dw, NaN);
+        tensor_fill(db, NaN);
         FORWARD(&o, &l, 0);
         BACKWARD(&o, &l, 0);
-        CHECK_SAME(y, y2); CHECK_SAME(dx, dx2); CHECK_SAME(dw, dw2); CHECK_SAME(db, db2);
+        CHECK_SAME(y, y2);
+        CHECK_SAME(dx, dx2);
+        CHECK_SAME(dw, dw2);
+        CHECK_SAME(db, db2);
     }
 }
 

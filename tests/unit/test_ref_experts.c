@@ -33,7 +33,9 @@ static layer make_layer(int64_t T, int64_t H, int64_t I, int64_t E, int64_t k, i
 {
     layer l = {.o = make_op(FMOE_OP_EXPERTS, H, I, E, k)};
     fmoe_desc *d = &l.o.p.d;
-    d->act = act; d->flags = flags; d->act_limit = 0.5f;
+    d->act = act;
+    d->flags = flags;
+    d->act_limit = 0.5f;
     settle(&l.o, T);
     const int64_t C = l.o.p.h_cols;
     fmoe_tensor *(*const stack)(int, int64_t, int64_t, int64_t) = tensor_transposed;
@@ -55,11 +57,20 @@ static layer make_layer(int64_t T, int64_t H, int64_t I, int64_t E, int64_t k, i
     l.db2 = tensor_fill(tensor_new(FMOE_F64, SHAPE(E, H)), NaN);
 
     l.a = (fmoe_experts_args){.size = sizeof l.a, .x = l.x, .ids = l.ids, .weights = l.p, .out = l.out, .dout = l.dout};
-    l.a.dx = l.dx; l.a.dweights = l.dp;
+    l.a.dx = l.dx;
+    l.a.dweights = l.dp;
     l.a.w = (fmoe_weights){.w1 = l.w1, .w2 = l.w2};
     l.a.dw = (fmoe_weights){.w1 = l.dw1, .w2 = l.dw2};
-    if (flags & FMOE_BIAS) { l.a.w.b1 = l.b1; l.a.w.b2 = l.b2; l.a.dw.b1 = l.db1; l.a.dw.b2 = l.db2; }
-    if (layout & LIST) { l.a.w = as_list(&l, l.w1, l.w2); l.a.dw = as_list(&l, l.dw1, l.dw2); }
+    if (flags & FMOE_BIAS) {
+        l.a.w.b1 = l.b1;
+        l.a.w.b2 = l.b2;
+        l.a.dw.b1 = l.db1;
+        l.a.dw.b2 = l.db2;
+    }
+    if (layout & LIST) {
+        l.a.w = as_list(&l, l.w1, l.w2);
+        l.a.dw = as_list(&l, l.dw1, l.dw2);
+    }
     size_t workspace;
     REQUIRE(l.o.p.backend->bytes(&l.o.p, FMOE_FORWARD, T, &workspace, &l.a.saved_bytes) == FMOE_OK);
     REQUIRE(l.a.saved_bytes == (flags & FMOE_RECOMPUTE ? 0 : (size_t)(T * k * C) * sizeof(double)));
@@ -139,8 +150,11 @@ TEST(experts_layouts_agree)
             test_state = state;
             const layer b = make_layer(6, 5, 3, 4, 2, act, flags, layout);
             run_layer(&b);
-            CHECK_SAME(a.out, b.out); CHECK_SAME(a.dx, b.dx); CHECK_SAME(a.dp, b.dp);
-            CHECK_SAME(a.dw1, b.dw1); CHECK_SAME(a.dw2, b.dw2);
+            CHECK_SAME(a.out, b.out);
+            CHECK_SAME(a.dx, b.dx);
+            CHECK_SAME(a.dp, b.dp);
+            CHECK_SAME(a.dw1, b.dw1);
+            CHECK_SAME(a.dw2, b.dw2);
         }
     }
 }
@@ -175,7 +189,8 @@ TEST(experts_skips_duplicates_and_empty_experts)
         layer l = make_layer(4, 3, 2, 4, 3, FMOE_ACT_SWIGLU, FMOE_BIAS | (i ? FMOE_SKIP_E : FMOE_SKIP_NEG1), 0);
         const double s = i ? 4 : -1;
         tensor_list(l.ids, VALUES(1, 1, 3, s, 3, s, s, s, s, 1, 1, 1)); /* 0 and 2 have no rows, token 2 no expert */
-        tensor_set(l.p, 3, NaN); tensor_set(l.p, 7, Inf);
+        tensor_set(l.p, 3, NaN);
+        tensor_set(l.p, 7, Inf);
         run_layer(&l);
         CHECK(isfinite(tensor_get(l.out, 3)));
         const double skipped[] = {3, 5, 6, 7, 8};
@@ -184,7 +199,8 @@ TEST(experts_skips_duplicates_and_empty_experts)
         CHECK_VALUES(tensor_view(l.dx, 0, 2, 1, 1), 0, 0, 0, 0);
         CHECK_VALUES(tensor_view(l.dw2, 0, 2, 1, 1), 0, 0, 0, 0, 0, 0, 0);
         CHECK_VALUES(tensor_view(l.db1, 0, 0, 1, 1), 0, 0, 0, 0, 0);
-        tensor_set(l.p, 3, 1); tensor_set(l.p, 7, 1);
+        tensor_set(l.p, 3, 1);
+        tensor_set(l.p, 7, 1);
         check_layer_gradients(&l);
     }
 }
@@ -215,8 +231,13 @@ TEST(experts_recompute_equals_saved)
     const layer b = make_layer(5, 4, 3, 4, 2, FMOE_ACT_GEGLU, FMOE_BIAS | FMOE_RECOMPUTE, 0);
     run_layer(&a);
     run_layer(&b);
-    CHECK_SAME(a.out, b.out); CHECK_SAME(a.dx, b.dx); CHECK_SAME(a.dp, b.dp); CHECK_SAME(a.dw1, b.dw1);
-    CHECK_SAME(a.db1, b.db1); CHECK_SAME(a.dw2, b.dw2); CHECK_SAME(a.db2, b.db2);
+    CHECK_SAME(a.out, b.out);
+    CHECK_SAME(a.dx, b.dx);
+    CHECK_SAME(a.dp, b.dp);
+    CHECK_SAME(a.dw1, b.dw1);
+    CHECK_SAME(a.db1, b.db1);
+    CHECK_SAME(a.dw2, b.dw2);
+    CHECK_SAME(a.db2, b.db2);
 }
 
 TEST(experts_accumulate_adds)
@@ -251,7 +272,9 @@ TEST(experts_outputs_may_be_null)
         const fmoe_tensor **outputs[] = {&l.a.dx, &l.a.dweights, &l.a.dw.w1, &l.a.dw.b1, &l.a.dw.w2, &l.a.dw.b2};
         *outputs[i] = NULL;
         BACKWARD(&l.o, &l.a, 0);
-        CHECK_SAME(l.dw1, dw1); CHECK_SAME(l.dw2, dw2); CHECK_SAME(l.dx, dx);
+        CHECK_SAME(l.dw1, dw1);
+        CHECK_SAME(l.dw2, dw2);
+        CHECK_SAME(l.dx, dx);
         for (int j = 0; j < 6; j++) *outputs[j] = NULL;
         BACKWARD(&l.o, &l.a, 0);
     }
@@ -385,7 +408,8 @@ TEST(adapters_are_the_merged_layer)
         for (int64_t j = 0; j < tensor_count(w[i]); j++) {
             const int64_t e = j / (N * K), n = j / K % N, k = j % K;
             double sum = tensor_get(from, j);
-            for (int64_t r = 0; r < R; r++) sum += (i ? -0.25 : 1.5) * tensor_get(B, (e * N + n) * R + r) * tensor_get(A, (e * R + r) * K + k);
+            for (int64_t r = 0; r < R; r++)
+                sum += (i ? -0.25 : 1.5) * tensor_get(B, (e * N + n) * R + r) * tensor_get(A, (e * R + r) * K + k);
             tensor_set(w[i], j, sum);
         }
     }

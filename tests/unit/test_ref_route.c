@@ -22,8 +22,13 @@ static router make_router(int64_t T, int64_t E, int64_t k, fmoe_score score)
     r.bad = tensor_fill(tensor_new(I64, SHAPE(1)), -7);
     r.dweights = tensor_random(tensor_new(FMOE_F64, SHAPE(T, k)), 1);
     r.dlogits = tensor_fill(tensor_padded(FMOE_F64, T, E, 1), NaN);
-    r.a = (fmoe_route_args){.size = sizeof r.a, .logits = r.logits, .ids = r.ids, .weights = r.weights,
-                            .bad_rows = r.bad, .dweights = r.dweights, .dlogits = r.dlogits};
+    r.a = (fmoe_route_args){.size = sizeof r.a,
+                            .logits = r.logits,
+                            .ids = r.ids,
+                            .weights = r.weights,
+                            .bad_rows = r.bad,
+                            .dweights = r.dweights,
+                            .dlogits = r.dlogits};
     return r;
 }
 
@@ -114,7 +119,10 @@ TEST(route_gradients)
         fmoe_route_rule *rule = &r.o.p.d.route;
         rule->renormalize = i >> 2 & 1;
         rule->eps = i >> 2 & 1 ? 0.01 : 0;
-        if (i >> 3 & 1) { rule->scale = 2.5; r.a.select_bias = r.bias; }
+        if (i >> 3 & 1) {
+            rule->scale = 2.5;
+            r.a.select_bias = r.bias;
+        }
         if (i >> 4 & 1) set_groups(&r, 3, 2, i & 1 ? FMOE_GROUP_MAX : FMOE_GROUP_TOP2_SUM);
         route(&r);
         if (i >> 5 & 1) tensor_random_int(r.ids, 6);
@@ -234,7 +242,7 @@ TEST(route_excluded_zero)
 /* NaN ranks below -Inf; whatever a row holds, its ids are distinct and in range. */
 TEST(route_bad_rows)
 {
-    const double rows[6][4] = {{1, NaN, 2, -Inf}, {NaN, NaN, NaN, NaN}, {-Inf, -Inf, -Inf, -Inf},
+    const double rows[6][4] = {{1, NaN, 2, -Inf}, {NaN, NaN, NaN, NaN},  {-Inf, -Inf, -Inf, -Inf},
                                {0, Inf, Inf, 1},  {-Inf, 3, -Inf, -Inf}, {7, 7, 7, 7}};
     for (int score = 0; score < 4; score++) {
         router r = make_router(6, 4, 3, (fmoe_score)score);

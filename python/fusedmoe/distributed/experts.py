@@ -69,7 +69,7 @@ class ExpertParallel:
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ep: ExpertParallel, layer: tuple, scales: list[float], wanted: bool, x: Tensor, ids: Tensor, p: Tensor,
-                *w: Tensor):  # fmt: skip
+                *w: Tensor) -> Tensor:  # fmt: skip
         act, flags = layer[:2]
         plan = ep.layer(x.dtype, ops.layer_sizes(w, act, flags, x.shape[1]), ids.shape[1], *layer)
         ready, _ = autograd._ready(w, scales, x, flags)
@@ -83,7 +83,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor):
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         autograd._no_second_derivative()
         x, ids, p, *w = ctx.saved_tensors
         ep, (act, flags, *_), scales, call = ctx.state
@@ -103,7 +103,7 @@ class _Experts(torch.autograd.Function):
         return None, None, None, None, dx, None, dp, *dw
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
             limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
     """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without

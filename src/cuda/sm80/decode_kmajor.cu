@@ -417,9 +417,7 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
                         : (uintptr_t)fmoe_data(t) + (uintptr_t)(e * fmoe_stride(t, 0) * 2);
         };
         const auto up = [&](int64_t e) { return beside ? at(beside, e) : at(w1, e) + (uintptr_t)(a.up * a.w1_r * 2); };
-        if (!make_lists(
-                lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up))
-            return false;
+        if (!make_lists(lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up)) return false;
         if (!make_lists(
                 lists[1], &a.w2, E, [&](int64_t e) { return at(w2, e); },
                 [&](int64_t e) { return at(w2, e) + (uintptr_t)(a.w2_r * 2); }))

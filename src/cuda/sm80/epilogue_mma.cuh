@@ -137,7 +137,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t g[4], u[4], v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const float (&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], y[o]),
                                     fast_value<KIND, true>(p.act, x[o + 1], y[o + 1]));
                     g[j] = pack2<T>(x[o], x[o + 1]), u[j] = pack2<T>(y[o], y[o + 1]);
@@ -155,7 +155,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) { // features 8 j + lane % 4, and four further
-                    const float (&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], x[o + 1]),
                                     fast_value<KIND, true>(p.act, y[o], y[o + 1]));
                 }

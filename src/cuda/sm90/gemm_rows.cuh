@@ -155,7 +155,7 @@ template <class C> DEV void producer_gather(const Sm90Args &p, Ring ring)
         constexpr int BOXES = C::GATHER_B ? C::BN / 64 : C::BM / 64;
         int tok[4], next[4];
         t.e = -1;
-        auto load_tokens = [&](int (&q)[4], const Tile &u, int k) {
+        auto load_tokens = [&](int(&q)[4], const Tile &u, int k) {
 #pragma unroll
             for (int i = 0; i < 4; i++) q[i] = p.tok[offset_of<C>(p, u.e) + 64 * k + row + 16 * i];
         };

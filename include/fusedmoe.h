@@ -204,8 +204,7 @@ enum {
     /* Forward of experts, block and activation, CPU only: the result of every operation is rounded to bf16 or f16, as
      * in a model that computes operation by operation in that type: h and y as products (an adapter's part inside) and
      * again with their bias, every operation of the activation, p * y where p is of that type. Sums over k, and over
-     * the slots of a token, stay in f32. Farther from the exact result, nearer to such a model's. f32, f64: no effect.
-     */
+     * the slots of a token, stay in f32. Farther from exact, nearer to such a model. f32, f64: no effect. */
     FMOE_ROUND_STEPS = 64,
     /* The backward of experts and block may write over the saved state, and needs less workspace for it: one backward
      * for each forward. Ascend: no effect. */
@@ -214,13 +213,13 @@ enum {
      * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
      * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
     FMOE_BORROW_DW1 = 256,
+    /* Experts and block: W1 and W2 may be quantised (fmoe_quant). CPU; others refuse the plan. */
+    FMOE_QUANT = 512,
     /* What the forward of experts and block keeps for the backward, of Ascend plans without FMOE_RECOMPUTE: everything,
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
      * CPU, CUDA: no effect, they keep h. */
     FMOE_KEEP_ALL = 1024,
-    FMOE_KEEP_LEAN = 2048,
-    /* Experts and block: W1 and W2 may be quantised (fmoe_quant). CPU; others refuse the plan. */
-    FMOE_QUANT = 512
+    FMOE_KEEP_LEAN = 2048
 };
 
 typedef struct fmoe_desc {
@@ -440,10 +439,9 @@ typedef struct fmoe_quant {
 #define FMOE_QUANT_INIT ((fmoe_quant){.size = sizeof(fmoe_quant)})
 
 /* Between weights [E,N,K] of f32, bf16 or f16 and codes, on all cores of the CPU. fmoe_quantize writes codes and
- * quant->scale (for U4: by quant->zero, or quant->zeros of uint8 are written too), for scales in f32, bf16, f16 or
- * E8M0: scale = the largest magnitude of a group over the code's largest (over scale2, which is read), E8M0 the power
- * of two that MXFP4 has of it; of S8 with scale2 = 1/127 the magnitude itself: so NF4, FP4 and such S8 are
- * bitsandbytes' bytes, where a row has whole groups. Then the nearest codes. */
+ * quant->scale (in f32, bf16, f16 or E8M0; U4: also quant->zeros of uint8, if given). scale = the largest magnitude of
+ * a group over the code's largest (over scale2, which is read); E8M0: the power of two that MXFP4 has of it; S8 with
+ * scale2 = 1/127: the magnitude. So NF4, FP4 and such S8 are bitsandbytes' bytes, where a row has whole groups. */
 typedef struct fmoe_quant_args {
     size_t size;
     const fmoe_tensor *w;     /* in; out of fmoe_dequantize */

@@ -267,8 +267,7 @@ static fmoe_status experts_run(fmoe_call *c, const fmoe_experts_args *a)
 {
     fmoe_experts_args plain = *a;
     plain.w.packed = NULL;
-    FMOE_TRY(fmoe_lora_check(c->p, &a->w, &a->dw, c->run->flags));
-    return fmoe_experts_run(c->p, c->pass, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
+    return c->p->backend->experts[c->pass](c->p, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
 }
 
 FMOE_RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMULATE | FMOE_ADD_DX)
@@ -386,7 +385,6 @@ static fmoe_status block_run(fmoe_call *c, const fmoe_block_args *a)
 {
     fmoe_block_args plain = *a;
     plain.w.packed = plain.shared.packed = NULL;
-    FMOE_TRY(fmoe_lora_check(c->p->part[PART_EXPERTS], &a->w, &a->dw, c->run->flags));
     return fmoe_block_run(c->p, c->pass, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
 }
 

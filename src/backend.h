@@ -17,7 +17,7 @@
 #include "error.h"
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 7u /* changes with any struct in this file or in fusedmoe.h */
+#define FMOE_BACKEND_VERSION 8u /* changes with any struct in this file or in fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -45,9 +45,6 @@ typedef struct fmoe_backend {
     fmoe_status (*experts[2])(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
     /* block has no entry: block.c composes it from the above, on every backend. */
 
-    bool lora; /* experts takes adapters (rank1, rank2); else lora.c composes it from the others and: */
-    /* t *= by: a compact tensor of the plan's dtype, in the workspace of a grouped matmul's forward. */
-    fmoe_status (*scale)(const fmoe_plan_impl *, const fmoe_tensor *t, float by, const fmoe_run *);
     bool wide_factors; /* adapters in f32 beside 16 bits */
     bool quant;        /* plans with FMOE_QUANT */
 
@@ -66,7 +63,7 @@ struct fmoe_plan_impl {
     void *priv;              /* the backend's */
     int gated;               /* h has 2I columns */
     int64_t h_cols;          /* 2I or I */
-    fmoe_plan_impl *part[8]; /* the plans a block (block.c) or experts with adapters (lora.c) are composed of */
+    fmoe_plan_impl *part[8]; /* the plans that a block is composed of (block.c) */
 };
 
 /* What a backend in a shared object of its own gets from the core. */

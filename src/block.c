@@ -12,9 +12,29 @@
  * the five operations has the block, and host code never touches device memory. */
 #include <stdlib.h>
 
-#include "compose.h"
+#include "plan.h"
+#include "util.h"
 
-#define ALIGN FMOE_PART_ALIGN
+#define ALIGN 256 /* pieces handed to the parts: enough for every backend */
+
+typedef struct piece {
+    fmoe_tensor t;
+    int64_t shape[3], strides[3];
+} piece;
+
+/* A compact matrix; dtype: fmoe_dtype, or -32, -64 for ints. The result points into *v, which must not move. */
+static const fmoe_tensor *piece_of(piece *v, const fmoe_plan_impl *p, void *data, int dtype, int64_t rows, int64_t cols)
+{
+    static const fmoe_datatype types[] = {
+        [FMOE_F32] = {2, 32, 1}, [FMOE_BF16] = {4, 16, 1}, [FMOE_F16] = {2, 16, 1}, [FMOE_F64] = {2, 64, 1}};
+    v->shape[0] = rows;
+    v->shape[1] = cols;
+    v->strides[0] = cols;
+    v->strides[1] = 1;
+    v->t = (fmoe_tensor){.data = data, .device = p->d.device, .ndim = 2, .shape = v->shape, .strides = v->strides};
+    v->t.dtype = dtype < 0 ? (fmoe_datatype){0, (uint8_t)-dtype, 1} : types[dtype];
+    return &v->t;
+}
 
 static fmoe_status build_part(fmoe_plan_impl *p, int part, const fmoe_desc *d)
 {
@@ -137,7 +157,7 @@ fmoe_status fmoe_block_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T,
 /* ---- views ---- */
 
 /* A router matrix [E,H] as the weight of a one-group matmul: [1,H,E], transposed by strides. */
-static const fmoe_tensor *as_group(fmoe_piece *v, const fmoe_tensor *m)
+static const fmoe_tensor *as_group(piece *v, const fmoe_tensor *m)
 {
     if (!m) return NULL;
     v->t = *m;
@@ -154,7 +174,7 @@ static const fmoe_tensor *as_group(fmoe_piece *v, const fmoe_tensor *m)
 }
 
 /* A bias [E] as [1,E]. */
-static const fmoe_tensor *as_row(fmoe_piece *v, const fmoe_tensor *b)
+static const fmoe_tensor *as_row(piece *v, const fmoe_tensor *b)
 {
     if (!b) return NULL;
     v->t = *b;
@@ -169,7 +189,7 @@ static const fmoe_tensor *as_row(fmoe_piece *v, const fmoe_tensor *b)
 }
 
 /* The first column of a matrix, [T,1]. */
-static const fmoe_tensor *first_column(fmoe_piece *v, const fmoe_tensor *m)
+static const fmoe_tensor *first_column(piece *v, const fmoe_tensor *m)
 {
     v->t = *m;
     v->t.shape = v->shape;
@@ -200,7 +220,7 @@ static fmoe_status forward(const fmoe_plan_impl *p, const fmoe_block_args *a, co
     const fmoe_backend *b = p->backend;
     const int64_t T = a->x->shape[0];
     const fmoe_run plain = part_run(run, scratch, 0);
-    fmoe_piece w, bias, gate_logits, ids, p1;
+    piece w, bias, gate_logits, ids, p1;
 
     const fmoe_gmm_args router = {.size = sizeof router,
                                   .x = a->x,
@@ -218,22 +238,22 @@ static fmoe_status forward(const fmoe_plan_impl *p, const fmoe_block_args *a, co
                                        .w = a->w,
                                        .out = a->out,
                                        .saved = s->experts};
-    FMOE_TRY(fmoe_experts_run(p->part[PART_EXPERTS], FMOE_FORWARD, &experts, &plain));
+    FMOE_TRY(p->backend->experts[FMOE_FORWARD](p->part[PART_EXPERTS], &experts, &plain));
     if (!p->part[PART_SHARED]) return FMOE_OK;
 
     if (p->part[PART_GATE]) {
         const fmoe_gmm_args gate = {.size = sizeof gate,
                                     .x = a->x,
                                     .w = as_group(&w, a->shared_gate),
-                                    .y = fmoe_piece_of(&gate_logits, p, s->gate_logits, wide_dtype(p), T, 1)};
+                                    .y = piece_of(&gate_logits, p, s->gate_logits, wide_dtype(p), T, 1)};
         FMOE_TRY(b->gmm[FMOE_FORWARD](p->part[PART_GATE], &gate, &plain));
     } else {
         first_column(&gate_logits, a->weights); /* softmax over one: 1; a logit may be -Inf, and then NaN */
     }
     const fmoe_route_args one = {.size = sizeof one,
                                  .logits = &gate_logits.t,
-                                 .ids = fmoe_piece_of(&ids, p, s->shared_ids, -32, T, 1),
-                                 .weights = fmoe_piece_of(&p1, p, s->shared_p, wide_dtype(p), T, 1)};
+                                 .ids = piece_of(&ids, p, s->shared_ids, -32, T, 1),
+                                 .weights = piece_of(&p1, p, s->shared_p, wide_dtype(p), T, 1)};
     FMOE_TRY(b->route[FMOE_FORWARD](p->part[PART_SHARED_ROUTE], &one, &plain));
     const fmoe_experts_args shared = {.size = sizeof shared,
                                       .x = a->x,
@@ -254,7 +274,7 @@ static fmoe_status matmul_backward(const fmoe_plan_impl *p, int part, const fmoe
                                    const fmoe_run *run, const block_scratch *scratch, uint32_t flags)
 {
     if (!a->dx && !dw && !dbias) return FMOE_OK;
-    fmoe_piece wv, dwv, dbv;
+    piece wv, dwv, dbv;
     const fmoe_gmm_args args = {.size = sizeof args,
                                 .x = a->x,
                                 .w = as_group(&wv, w),
@@ -274,28 +294,28 @@ static fmoe_status backward(const fmoe_plan_impl *p, const fmoe_block_args *a, c
     const int wide = wide_dtype(p);
     const uint32_t accumulate = run->flags & FMOE_ACCUMULATE;
     const bool router = a->dx || a->dw_router || a->db_router;
-    fmoe_piece dweights, dlogits, ids, p1, dp1, gate_logits, dgate;
+    piece dweights, dlogits, ids, p1, dp1, gate_logits, dgate;
 
-    const fmoe_experts_args experts = {
-        .size = sizeof experts,
-        .x = a->x,
-        .ids = a->ids,
-        .weights = a->weights,
-        .w = a->w,
-        .saved = s->experts,
-        .dout = a->dout,
-        .dx = a->dx,
-        .dw = a->dw,
-        .dweights = router ? fmoe_piece_of(&dweights, p, scratch->dweights, wide, T, p->d.k) : NULL};
+    const fmoe_experts_args experts = {.size = sizeof experts,
+                                       .x = a->x,
+                                       .ids = a->ids,
+                                       .weights = a->weights,
+                                       .w = a->w,
+                                       .saved = s->experts,
+                                       .dout = a->dout,
+                                       .dx = a->dx,
+                                       .dw = a->dw,
+                                       .dweights =
+                                           router ? piece_of(&dweights, p, scratch->dweights, wide, T, p->d.k) : NULL};
     const fmoe_run first = part_run(run, scratch, run->flags & (FMOE_ACCUMULATE | FMOE_ADD_DX));
-    FMOE_TRY(fmoe_experts_run(p->part[PART_EXPERTS], FMOE_BACKWARD, &experts, &first));
+    FMOE_TRY(p->backend->experts[FMOE_BACKWARD](p->part[PART_EXPERTS], &experts, &first));
     if (router) {
         const fmoe_route_args route = {.size = sizeof route,
                                        .logits = a->logits,
                                        .select_bias = a->select_bias,
                                        .ids = a->ids,
                                        .dweights = &dweights.t,
-                                       .dlogits = fmoe_piece_of(&dlogits, p, scratch->dlogits, wide, T, p->d.E)};
+                                       .dlogits = piece_of(&dlogits, p, scratch->dlogits, wide, T, p->d.E)};
         const fmoe_run plain = part_run(run, scratch, 0);
         FMOE_TRY(b->route[FMOE_BACKWARD](p->part[PART_ROUTE], &route, &plain));
         FMOE_TRY(matmul_backward(p, PART_ROUTER, a, a->w_router, &dlogits.t, a->dw_router, a->db_router, run, scratch,
@@ -307,25 +327,25 @@ static fmoe_status backward(const fmoe_plan_impl *p, const fmoe_block_args *a, c
     if (!p->part[PART_SHARED]) return FMOE_OK;
 
     const bool gate = p->part[PART_GATE] && (a->dx || a->dshared_gate);
-    fmoe_piece_of(&ids, p, s->shared_ids, -32, T, 1);
+    piece_of(&ids, p, s->shared_ids, -32, T, 1);
     const fmoe_experts_args shared = {.size = sizeof shared,
                                       .x = a->x,
                                       .ids = &ids.t,
-                                      .weights = fmoe_piece_of(&p1, p, s->shared_p, wide, T, 1),
+                                      .weights = piece_of(&p1, p, s->shared_p, wide, T, 1),
                                       .w = a->shared,
                                       .saved = s->shared,
                                       .dout = a->dout,
                                       .dx = a->dx,
                                       .dw = a->dshared,
-                                      .dweights = gate ? fmoe_piece_of(&dp1, p, scratch->dshared_p, wide, T, 1) : NULL};
+                                      .dweights = gate ? piece_of(&dp1, p, scratch->dshared_p, wide, T, 1) : NULL};
     const fmoe_run add = part_run(run, scratch, FMOE_ADD_DX | accumulate);
     FMOE_TRY(b->experts[FMOE_BACKWARD](p->part[PART_SHARED], &shared, &add));
     if (!gate) return FMOE_OK;
     const fmoe_route_args one = {.size = sizeof one,
-                                 .logits = fmoe_piece_of(&gate_logits, p, s->gate_logits, wide, T, 1),
+                                 .logits = piece_of(&gate_logits, p, s->gate_logits, wide, T, 1),
                                  .ids = &ids.t,
                                  .dweights = &dp1.t,
-                                 .dlogits = fmoe_piece_of(&dgate, p, scratch->dgate_logits, wide, T, 1)};
+                                 .dlogits = piece_of(&dgate, p, scratch->dgate_logits, wide, T, 1)};
     const fmoe_run plain = part_run(run, scratch, 0);
     FMOE_TRY(b->route[FMOE_BACKWARD](p->part[PART_SHARED_ROUTE], &one, &plain));
     return matmul_backward(p, PART_GATE, a, a->shared_gate, &dgate.t, a->dshared_gate, NULL, run, scratch, accumulate);

@@ -237,9 +237,7 @@ fmoe_status fmoe_plan_build(const fmoe_desc *desc, fmoe_plan_impl **plan)
     p->gated = d.act < FMOE_ACT_SILU;
     p->h_cols = p->gated ? 2 * d.I : d.I;
     p->backend = backend;
-    const fmoe_status status = d.op == FMOE_OP_BLOCK   ? fmoe_block_build(p)
-                               : fmoe_lora_composed(p) ? fmoe_lora_build(p)
-                                                       : backend->plan_init(p);
+    const fmoe_status status = d.op == FMOE_OP_BLOCK ? fmoe_block_build(p) : backend->plan_init(p);
     if (status != FMOE_OK) {
         free(p);
         return status;
@@ -252,7 +250,7 @@ void fmoe_plan_free(fmoe_plan_impl *p)
 {
     if (!p) return;
     for (int i = 0; i < PART_COUNT; i++) fmoe_plan_free(p->part[i]);
-    if (p->d.op != FMOE_OP_BLOCK && !fmoe_lora_composed(p)) p->backend->plan_fini(p);
+    if (p->d.op != FMOE_OP_BLOCK) p->backend->plan_fini(p);
     free(p);
 }
 
@@ -294,7 +292,6 @@ fmoe_status fmoe_plan_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, 
     if (T < 0 || T > ((int64_t)1 << 48))
         return fmoe_fail(FMOE_ERR_ARG, "T is %" PRId64 ", must be between 0 and 2^48", T);
     if (p->d.op == FMOE_OP_BLOCK) return fmoe_block_bytes(p, pass, T, workspace, saved);
-    if (fmoe_lora_composed(p)) return fmoe_lora_bytes(p, pass, T, workspace, saved);
     return p->backend->bytes(p, pass, T, workspace, saved);
 }
 
@@ -325,11 +322,9 @@ fmoe_status fmoe_saved_bytes(fmoe_plan plan, int64_t T, size_t *bytes)
 
 static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
-    static const char *const block_name[PART_COUNT] = {"router",      "route",        "experts",
-                                                       "shared gate", "shared route", "shared expert"};
-    const bool block = p->d.op == FMOE_OP_BLOCK;
-    if (!block && !fmoe_lora_composed(p)) return p->backend->describe(p, text, n);
-    const char *const *part_name = block ? block_name : fmoe_lora_part_names;
+    static const char *const part_name[PART_COUNT] = {"router",      "route",        "experts",
+                                                      "shared gate", "shared route", "shared expert"};
+    if (p->d.op != FMOE_OP_BLOCK) return p->backend->describe(p, text, n);
     size_t used = 0;
     for (int i = 0; i < PART_COUNT; i++) {
         if (!p->part[i]) continue;

@@ -24,16 +24,6 @@ fmoe_status fmoe_block_build(fmoe_plan_impl *plan);
 fmoe_status fmoe_block_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 fmoe_status fmoe_block_run(const fmoe_plan_impl *p, fmoe_pass pass, const fmoe_block_args *a, const fmoe_run *run);
 
-/* lora.c: experts with adapters on a backend that has none of its own. */
-extern const char *const fmoe_lora_part_names[PART_COUNT];
-bool fmoe_lora_composed(const fmoe_plan_impl *p);
-fmoe_status fmoe_lora_build(fmoe_plan_impl *plan);
-fmoe_status fmoe_lora_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
-/* What the composition cannot do, before anything runs. Any plan of experts. */
-fmoe_status fmoe_lora_check(const fmoe_plan_impl *p, const fmoe_weights *w, const fmoe_weights *dw, uint32_t flags);
-/* Experts of any plan, composed or the backend's own. */
-fmoe_status fmoe_experts_run(const fmoe_plan_impl *p, fmoe_pass pass, const fmoe_experts_args *a, const fmoe_run *run);
-
 /* Bytes of any plan, block or not. */
 fmoe_status fmoe_plan_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 

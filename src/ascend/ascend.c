@@ -246,6 +246,5 @@ const fmoe_backend fmoe_backend_ascend = {
     .gmm = {gmm_forward, gmm_backward},
     .activation = {activation_forward, activation_backward},
     .experts = {experts_forward, experts_backward},
-    .lora = true,
     .wide_factors = true,
 };

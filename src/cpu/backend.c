@@ -81,7 +81,6 @@ const fmoe_backend fmoe_backend_cpu = {
     .gmm = {fmoe_cpu_gmm_forward, fmoe_cpu_gmm_backward},
     .activation = {fmoe_cpu_activation_forward, fmoe_cpu_activation_backward},
     .experts = {fmoe_cpu_experts_forward, fmoe_cpu_experts_backward},
-    .lora = true,
     .wide_factors = true,
     .quant = true,
     .packed_bytes = fmoe_cpu_packed_bytes,

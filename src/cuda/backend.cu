@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // backend.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
 #include "ops.cuh"
-#include "route.cuh"
 #include "sm80/product.cuh"
 #include "sm90/product.cuh"
 
@@ -249,7 +248,6 @@ static const fmoe_backend table = {
     {gmm_forward, gmm_backward},
     {activation_forward, activation_backward},
     {experts_forward, experts_backward},
-    true, /* adapters */
 };
 
 extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)

@@ -2,8 +2,6 @@
 // ops.cu - route, permute, unpermute and activation behind the backend table.
 #include "ops.cuh"
 
-#include "route.cuh"
-
 // ---- route ----
 
 static RouteArgs route_args(const fmoe_plan_impl *p, const fmoe_route_args *a)

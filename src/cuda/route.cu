@@ -3,7 +3,7 @@
 //
 // Selection is repeated argmax: the lowest index wins among equals and NaN ranks below everything, so any row gives k
 // distinct ids.
-#include "route.cuh"
+#include "ops.cuh"
 
 #include <math_constants.h>
 

@@ -470,6 +470,5 @@ const fmoe_backend fmoe_backend_reference = {
     .gmm = {gmm_forward, gmm_backward},
     .activation = {activation_forward, activation_backward},
     .experts = {fmoe_ref_experts_forward, fmoe_ref_experts_backward},
-    .lora = true,
     .quant = true,
 };

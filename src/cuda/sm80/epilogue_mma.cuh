@@ -5,7 +5,7 @@
 #include "tiles.cuh"
 
 // Lane q of four gets word q of all four.
-DEV void quad_transpose(uint32_t (&w)[4], int lane)
+DEV void transpose4(uint32_t (&w)[4], int lane)
 {
     const bool odd = lane & 1, upper = lane & 2;
 #pragma unroll
@@ -77,7 +77,7 @@ template <class T> DEV void store_rows(char *row, int n, int N, const float (&f)
         uint32_t w[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) w[j] = pack2<T>(f[4 * c + j][2 * half], f[4 * c + j][2 * half + 1]);
-        quad_transpose(w, lane);
+        transpose4(w, lane);
         const int at = n + 32 * c + lane % 4 * 8;
         if (row && at < N) store8<T>(row + (int64_t)at * 2, w, N - at, wide);
     }
@@ -143,11 +143,11 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                     g[j] = pack2<T>(x[o], x[o + 1]), u[j] = pack2<T>(y[o], y[o + 1]);
                 }
                 const int n = t.n0 + 32 * wn + lane % 4 * 8;
-                quad_transpose(v, lane);
+                transpose4(v, lane);
                 if (a && n < p.N) store8<T>(a + n * 2, v, p.N - n, p.wide);
                 if (!h) continue;
-                quad_transpose(g, lane);
-                quad_transpose(u, lane);
+                transpose4(g, lane);
+                transpose4(u, lane);
                 if (hr && n < p.N)
                     store8<T>(hr + n * 2, g, p.N - n, p.wide), store8<T>(hr + (p.N + n) * 2, u, p.N - n, p.wide);
             } else if constexpr (PAIRS) {
@@ -159,7 +159,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], x[o + 1]),
                                     fast_value<KIND, true>(p.act, y[o], y[o + 1]));
                 }
-                quad_transpose(v, lane);
+                transpose4(v, lane);
                 const uint32_t w[4] = {__byte_perm(v[0], v[1], 0x5410), __byte_perm(v[2], v[3], 0x5410),
                                        __byte_perm(v[0], v[1], 0x7632), __byte_perm(v[2], v[3], 0x7632)};
                 const int n = t.n0 / 2 + 32 * wn + lane % 4 * 8;
@@ -212,8 +212,8 @@ DEV void epilogue_dglu(const MmaArgs &p, const MmaTile &t, int wm, int wn, int l
                 for (int j = 0; j < 4; j++)
                     x[j] = __float_as_uint(acc[i][4 * c + j][2 * half]),
                     y[j] = __float_as_uint(acc[i][4 * c + j][2 * half + 1]);
-                quad_transpose(x, lane);
-                quad_transpose(y, lane);
+                transpose4(x, lane);
+                transpose4(y, lane);
                 const uint32_t *gp = &g4[c].x, *up = &u4[c].x;
                 uint32_t og[4], ou[4], oa[4];
 #pragma unroll

@@ -55,7 +55,7 @@ def use_queue(on: bool, /) -> bool: ...
 
 # Expert parallelism: fusedmoe_ep.h. A layer and a call are capsules.
 def ep_create(
-    desc: tuple[Any, ...], exchange: Any, rank: int, ranks: int, experts: Any, places: Any, mode: int, chunks: int, capacity: int,
+    desc: tuple[Any, ...], engine: Any, rank: int, ranks: int, experts: Any, on_ranks: Any, mode: int, chunks: int, capacity: int,
     timeout_ms: int, /,
 ) -> Any: ...  # fmt: skip
 def ep_local(layer: Any, /) -> list[int]: ...

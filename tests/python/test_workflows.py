@@ -42,7 +42,7 @@ def makefile_targets():
 
 def suites():
     text = (ROOT / "tests/suites.sh").read_text()
-    units = re.search(r"^units=\((.*)\)", text, re.M)[1].split()
+    units = re.search(r"^units=\(([^)]*)\)", text, re.M)[1].split()
     return set(re.findall(r'\b(?:suite|skip) "?([\w$-]+)', text)) | set(units)
 
 

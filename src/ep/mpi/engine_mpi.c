@@ -237,10 +237,14 @@ static fmoe_status mpi_counts(void *ctx, const int64_t *send, int64_t *recv, int
     for (int r = 0; r < e->ranks; r++) one[r] = 1;
     /* The engine's memory: what was not taken when the deadline passes stays readable. */
     const size_t bytes = (size_t)e->ranks * (size_t)n * sizeof *send;
-    int64_t *const out = mpi_alloc(ctx, 2 * bytes), *const in = out ? out + (size_t)e->ranks * (size_t)n : NULL;
-    fmoe_status status = out ? FMOE_OK : fmoe_ep_fail(FMOE_ERR_NOMEM, "no memory for counts");
-    if (out) memcpy(out, send, bytes);
-    if (!status) status = mpi_begin(ctx, out, one, in, one, n * (int64_t)sizeof *send, &q);
+    int64_t *const out = mpi_alloc(ctx, 2 * bytes);
+    if (!out) {
+        free(one);
+        return fmoe_ep_fail(FMOE_ERR_NOMEM, "no memory for counts");
+    }
+    int64_t *const in = out + (size_t)e->ranks * (size_t)n;
+    memcpy(out, send, bytes);
+    fmoe_status status = mpi_begin(ctx, out, one, in, one, n * (int64_t)sizeof *send, &q);
     if (!status) status = mpi_wait(ctx, q, timeout_ms);
     if (!status) memcpy(recv, in, bytes);
     if (!status) mpi_free(ctx, out);
@@ -260,8 +264,8 @@ static void mpi_abort(void *ctx, const char *why)
         if (MPI_Isend(e->why, (int)strlen(e->why), MPI_CHAR, r, TAG_ABORT, e->comm, &sent) == MPI_SUCCESS)
             MPI_Request_free(&sent);
     }
-    while (e->requests.next != &e->requests) {
-        request *q = e->requests.next;
+    for (request *q = e->requests.next, *next; q != &e->requests; q = next) {
+        next = q->next;
         for (int i = 0; i < 2 * e->ranks; i++) {
             if (q->of[i] == MPI_REQUEST_NULL) continue;
             if (i < e->ranks) MPI_Cancel(&q->of[i]);

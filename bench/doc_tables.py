@@ -483,6 +483,20 @@ def rl_kl() -> str:
     return table("rollout | replay | KL a token, mean of the steps | tokens and layers with other experts", rows)
 
 
+def ep() -> str:
+    columns = ("ranks", "mode", "chunks", "delay", "before_ms", "ms", "predicted_ms")
+    return table("ranks | mode | chunks | line delayed to | one process, ms | ms | forecast | MB sent",
+                 ([r[c] for c in columns] + ["-" if r["delay"] != "none" else r["mbytes_sent"]] for r in load("ep")))  # fmt: skip
+
+
+def cpu_turns() -> str:
+    rows, passes = load("cpu_turns"), ("fwd", "bwd", "fwd+bwd")
+    cell = {(r["dtype"], r["T"], r["pass"]): [r["other_ms"], r["ms"], f"{float(r['ms']) / float(r['other_ms']):.2f}"] for r in rows}
+    shapes = dict.fromkeys((r["dtype"], r["T"]) for r in rows)
+    head = "dtype, T | " + " | ".join(f"{p}, before | after | ratio" for p in passes)
+    return table(head, ([f"{d}, {T}", *(v for p in passes for v in cell[d, T, p])] for d, T in shapes))
+
+
 def loading() -> str:
     return table("way | peak | held", ([r["way"], *(r[c].replace("/", " and ") for c in ("peak", "held"))] for r in load("loading")))
 
@@ -551,6 +565,8 @@ TABLES: dict[str, Callable[[], str]] = {
         finetune,
         rl_kl,
         loading,
+        ep,
+        cpu_turns,
         zen4_levels,
         xeon_dense,
         xeon_peers,

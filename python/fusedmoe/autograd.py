@@ -106,6 +106,20 @@ class _Experts(torch.autograd.Function):
 _record: Callable[..., Tensor] = super(torch.autograd.Function, _Experts).apply  # without 2 us for functorch's transforms
 
 
+def with_adapters(w: Sequence[Tensor], lora: Sequence[Sequence[Any] | None], flags: int) -> tuple[list[Tensor], list[float], int]:
+    """The weights and after them the factors (a, b[, scale]) of W1 and of W2; the two scales; flags that say which are there."""
+    checks.adapters(lora)
+    given, scales = [*w], [0.0, 0.0]
+    for i, factors in enumerate(lora):
+        if factors:
+            a, b, scale = (*factors, 1.0)[:3]
+            if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
+                b, scale = b * scale, 1.0
+            given += [a, b]
+            scales[i], flags = scale, flags | (ops.LORA1, ops.LORA2)[i]
+    return given, scales, flags
+
+
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
             limit: float = 0.0, lora: Sequence[Sequence[Any] | None] = ()) -> Tensor:  # fmt: skip
     """The experts of a layer on routed tokens: sum over j of p[t,j] * (act(x[t] w1[e]^T) w2[e]^T), e = ids[t,j]. Differentiable.
@@ -131,15 +145,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     elif any([t.dtype != dtype for t in w]):
         checks.floats("experts", **{f"w[{i}]": t for i, t in enumerate(w)})
         w = [t.to(dtype) for t in w]
-    scales = [0.0, 0.0] if lora else []
-    if lora:
-        checks.adapters(lora)
-    for i, factors in enumerate(lora):
-        if factors:
-            a, b, scale = (*factors, 1.0)[:3]
-            if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
-                b, scale = b * scale, 1.0
-            scales[i], w, flags = scale, [*w, a, b], flags | (ops.LORA1, ops.LORA2)[i]
+    w, scales, flags = with_adapters(w, lora, flags) if lora else (w, [], flags)
     if scales and dtype.itemsize == 2 and not x.is_cpu and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)

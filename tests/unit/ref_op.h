@@ -7,24 +7,11 @@
 #define FMOE_REF_OP_H
 
 #include "test.h"
+#include "acts.h"
 #include "tensors.h"
 #include "backend.h"
 
 static const double NaN = NAN, Inf = INFINITY;
-
-__attribute__((unused)) static const int all_acts[] = {FMOE_ACT_SWIGLU,
-                                                       FMOE_ACT_GEGLU,
-                                                       FMOE_ACT_GEGLU_TANH,
-                                                       FMOE_ACT_REGLU,
-                                                       FMOE_ACT_SWIGLU_CLAMP,
-                                                       FMOE_ACT_SWIGLU_OAI,
-                                                       FMOE_ACT_SWIGLU_CLAMP_OUT,
-                                                       FMOE_ACT_SILU,
-                                                       FMOE_ACT_GELU,
-                                                       FMOE_ACT_GELU_TANH,
-                                                       FMOE_ACT_RELU,
-                                                       FMOE_ACT_RELU2};
-enum { ACTS = sizeof all_acts / sizeof *all_acts };
 
 #define CHECK_NEAR(a, b) CHECK(fabs((a) - (b)) <= 1e-9)
 

@@ -112,15 +112,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU")
     act, flags = checks.code("experts", "act", Activation, act), int(flags)
     dtype = autograd.compute_dtype(x, w[0])
-    w, scales = [t if t.dtype == dtype else t.to(dtype) for t in w], [0.0, 0.0] if lora else []
-    if lora:
-        checks.adapters(lora)
-    for i, factors in enumerate(lora):
-        if factors:
-            a, b, scale = (*factors, 1.0)[:3]
-            if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
-                b, scale = b * scale, 1.0
-            scales[i], w, flags = scale, [*w, a, b], flags | (ops.LORA1, ops.LORA2)[i]
+    w = [t if t.dtype == dtype else t.to(dtype) for t in w]
+    w, scales, flags = autograd.with_adapters(w, lora, flags) if lora else (w, [], flags)
     xc, p = x if x.dtype == dtype else x.to(dtype), autograd._fit_p(p, dtype)
     known = ids[(ids >= 0) & (ids < ep.num_experts)]
     ep.tokens += torch.bincount(known.reshape(-1), minlength=ep.num_experts)

@@ -60,7 +60,7 @@ typedef struct {
     int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
 } exchange_api;
 
-enum { ON_STACK = 48, MAX_RANK = 8 };
+enum { ON_STACK = 48, MAX_RANK = 8, MAX_QUANTS = 3 };
 
 /* One call's tensors. */
 typedef struct {
@@ -74,7 +74,7 @@ typedef struct {
     PyObject *copies;          /* of what had another layout */
     const char *op, *argument; /* what is taken now, for messages; NULL: nothing to say */
     Py_ssize_t item;           /* of a list; -1: none */
-    fmoe_quant quants[2];      /* descriptors of quantised weights */
+    fmoe_quant quants[MAX_QUANTS]; /* descriptors of quantised weights */
     int n_quants;
 } call;
 
@@ -100,7 +100,9 @@ void *find_torch_parallel_for(void);
 /* ---- quant.c ---- */
 
 int take_quant(call *c, PyObject *o, const fmoe_quant **out);
+Py_ssize_t quant_capacity(PyObject *o); /* tensors of a descriptor */
 PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n);
+PyObject *core_repack(PyObject *self, PyObject *const *args, Py_ssize_t n);
 
 /* ---- run.c ---- */
 

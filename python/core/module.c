@@ -246,6 +246,8 @@ static PyMethodDef methods[] = {
      "plan(op, dtype, device, id, H, I, E, k, K, N, shared_I, rank1, rank2, act, flags, alpha, limit, rule, threads)"},
     {"quantize", (PyCFunction)(void (*)(void))core_quantize, METH_FASTCALL,
      "quantize(back, w, codes, quant): weights to codes, or back"},
+    {"repack", (PyCFunction)(void (*)(void))core_repack, METH_FASTCALL,
+     "repack(form, back, N, K, foreign, codes): a foreign packing to codes, or back"},
     {"plan_destroy", core_plan_destroy, METH_O, "plan_destroy(plan)"},
     {"workspace_bytes", (PyCFunction)(void (*)(void))core_workspace_bytes, METH_FASTCALL,
      "workspace_bytes(plan, pass, T)"},

@@ -97,11 +97,12 @@ static const op_entry OPS[] = {
     FORWARD("EXPERTS_QUANT", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS),
             NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS), EXPERTS(out, AS_IS), EXPERTS(saved, BYTES),
             EXPERTS(w.lora_scale1, FLOAT), EXPERTS(w.lora_scale2, FLOAT), EXPERTS(w.quant1, QUANT),
-            EXPERTS(w.quant2, QUANT)),
+            EXPERTS(w.quant2, QUANT), EXPERTS(w.quant_gate, QUANT)),
     BACKWARD("EXPERTS_QUANT", experts, experts, EXPERTS(x, ROWS), EXPERTS(ids, IDS),
              NAMED(experts, weights, COMPACT, "p"), EXPERTS(w, WEIGHTS), EXPERTS(saved, BYTES), EXPERTS(dout, ROWS),
              EXPERTS(dx, AS_IS), EXPERTS(dweights, AS_IS), EXPERTS(dw, GRADS), EXPERTS(w.lora_scale1, FLOAT),
-             EXPERTS(w.lora_scale2, FLOAT), EXPERTS(w.quant1, QUANT), EXPERTS(w.quant2, QUANT)),
+             EXPERTS(w.lora_scale2, FLOAT), EXPERTS(w.quant1, QUANT), EXPERTS(w.quant2, QUANT),
+             EXPERTS(w.quant_gate, QUANT)),
     FORWARD("BLOCK", block, block, BLOCK(x, ROWS), BLOCK(w_router, MATRIX), BLOCK(b_router, COMPACT),
             BLOCK(select_bias, COMPACT), BLOCK(w, WEIGHTS), BLOCK(shared, PLAIN), BLOCK(shared_gate, MATRIX),
             BLOCK(logits, AS_IS), BLOCK(ids, AS_IS), BLOCK(weights, AS_IS), BLOCK(out, AS_IS), BLOCK(saved, BYTES)),
@@ -311,7 +312,9 @@ PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     call c;
     Py_ssize_t capacity = 1;
     for (int i = 0; i < op->n; i++) {
-        const Py_ssize_t n = slots[i] == Py_None ? 0 : list_size(slots[i]);
+        const Py_ssize_t n = slots[i] == Py_None               ? 0
+                             : op->slots[i].kind == QUANT ? quant_capacity(slots[i])
+                                                          : list_size(slots[i]);
         capacity += n < 0 ? 1 : n;
     }
     call_begin(&c, capacity);

@@ -150,7 +150,9 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         flags |= ops.WIDE_FACTORS
     xc, p = x if x.dtype == dtype else x.to(dtype), _fit_p(p, dtype)
     if coded:
-        made: Tensor = quantised.experts(xc, ids, p, _ready(w, scales, xc, flags)[0], int(act), int(flags), alpha, limit, scales)
+        sizes = ops.layer_sizes(w, act, flags, x.shape[-1])
+        w, flags = quantised.upright(w, int(flags)) if flags & ops.TRANSPOSED else (w, int(flags))
+        made: Tensor = quantised.experts(xc, ids, p, _ready(w, scales, xc, flags)[0], sizes, int(act), flags, alpha, limit, scales)
         return made if made.dtype == x.dtype else made.to(x.dtype)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any([t.requires_grad for t in w]))
     if compiling:

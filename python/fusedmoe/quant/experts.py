@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The experts of a layer whose W1 or W2 is quantised: ``autograd.experts`` comes here where one of them is a QuantTensor.
 
-Gradients of x, p, biases and adapters; a quantised weight has none. Eager only: torch.compile leaves the graph here.
+Gradients of x, p, biases and adapters; a quantised weight has none.
 """
 
 from collections.abc import Sequence
@@ -9,83 +9,101 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from .. import _core, ops
+from .. import ops
+from . import operators
 from .tensor import QuantTensor
-
-QUANT = 1 << 9  # FMOE_QUANT
 
 
 def is_quantised(w: Sequence[Any]) -> bool:
-    return isinstance(w[0], QuantTensor) or (len(w) > 1 and isinstance(w[1], QuantTensor))
-
-
-def _plan(x: Tensor, ids: Tensor, w: Sequence[Tensor], layer: tuple) -> int:
-    act, flags, alpha, limit = layer
-    sizes = ops.layer_sizes(w, act, flags, x.shape[-1])
-    threads, k = torch.get_num_threads(), int(ids.shape[1])
-    return ops._plan(ops.EXPERTS, x.dtype, x.device, threads, *sizes, k, 0, 0, 0, act, flags | QUANT, alpha, limit)
-
-
-def _slots(w: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple | None]]:
-    """What _core takes for w: codes in the place of weights, and the descriptors of the two matrices."""
-    descriptors = [t.descriptor() if isinstance(t, QuantTensor) else None for t in w[:2]]
-    return [t.codes if isinstance(t, QuantTensor) else t for t in w], descriptors
-
-
-def _forward(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], layer: tuple, scales: Sequence[float],
-             save: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    plan, (codes, quant) = _plan(x, ids, w, layer), _slots(w)
-    out = ops._like(x)
-    saved = ops._new(x, _core.saved_bytes(plan, x.shape[0])) if save else None
-    last = *(scales or (None, None)), *quant
-    _core.run(_core.EXPERTS_QUANT_FORWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, out, saved, *last)
-    return out, saved
+    """Whether a matrix of w, which may have hundreds, is quantised. Of a list, all gates and ups are or none, and all downs."""
+    return isinstance(w[0], QuantTensor) or isinstance(w[-1], QuantTensor) or (len(w) > 1 and isinstance(w[1], QuantTensor))
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: tuple, scales: Sequence[float], quantised: list, x: Tensor, ids: Tensor, p: Tensor,
-                *w: Tensor | None) -> Tensor:  # fmt: skip
-        full = [q if q is not None else t for q, t in zip(quantised + [None] * len(w), w)]
-        out, saved = _forward(x, ids, p, full, layer, scales, True)
-        ctx.save_for_backward(x, ids, p, saved, *w)
-        ctx.layer, ctx.quantised = (layer, scales), quantised
-        return out
+    def forward(ctx: Any, layer: tuple, scales: list[float], about: list[int], zeros: list[float], n: int, x: Tensor, ids: Tensor,
+                p: Tensor, *tensors: Tensor) -> Tensor:  # fmt: skip
+        w, parts = tensors[:n], tensors[n:]
+        k = int(ids.shape[1])
+        line = operators.experts_coded_saved(x.dtype, x.device, tuple(about), k, *layer) if is_compiling() else ()
+        out, saved = ops.call(operators.experts_coded_forward, x, ids, p, w, parts, about, zeros, *layer, line, scales)
+        ctx.save_for_backward(x, ids, p, saved, *tensors)
+        ctx.layer = layer, scales, about, zeros, n
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple:
-        x, ids, p, saved, *w = ctx.saved_tensors
-        (layer, scales), need = ctx.layer, ctx.needs_input_grad
-        full = [q if q is not None else t for q, t in zip(ctx.quantised + [None] * len(w), w)]
-        plan, (codes, quant) = _plan(x, ids, full, layer), _slots(full)
-        dx = ops._like(x) if need[3] else None
-        dp = ops._like(p) if need[5] else None
-        matrices = lambda t: t.dim() == 3
-        dw = [ops._grad(t, matrices(t)) if yes else None for t, yes in zip(w, need[6:], strict=True)]
-        last = dout.contiguous(), dx, dp, dw, *(scales or (None, None)), *quant
-        _core.run(_core.EXPERTS_QUANT_BACKWARD, plan, ops._form(*layer), None, x.shape[0], x, ids, p, codes, saved, *last)
+        x, ids, p, saved, *tensors = ctx.saved_tensors
+        (layer, scales, about, zeros, n), given = ctx.layer, ctx.needs_input_grad
+        w, parts = tensors[:n], tensors[n:]
+        needs = [int(given[i]) for i in (5, 7, *range(8, 8 + n))]
+        grads = ops.call(operators.experts_coded_backward, x, ids, p, w, parts, about, zeros, saved, dout, *layer, needs, scales)
+        dx, dp, *dw = ops.spread(grads, needs)
         dw = [g if g is None else g.to(t.dtype) for g, t in zip(dw, w, strict=True)]
-        return None, None, None, dx, None, dp, *dw
+        return None, None, None, None, None, dx, None, dp, *dw, *[None] * len(parts)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int, flags: int, alpha: float, limit: float,
-            scales: Sequence[float]) -> Tensor:  # fmt: skip
-    """As ``autograd.experts``, whose arguments are ready: x in the dtype of the computation, w with the factors of adapters."""
-    if flags & (ops.LIST | ops.TRANSPOSED):
-        raise NotImplementedError("experts: quantised weights are stacks [E, out, in], not lists and not transposed")
-    if not x.is_cpu:
-        raise NotImplementedError(f"experts: x is on {x.device}; quantised weights are computed on the CPU")
+def _meaning(t: Any) -> list[int]:
+    if not isinstance(t, QuantTensor):
+        return [0] * operators.FIELDS
+    f = t.format
+    return [f.code, f.flags, f.rows, f.cols, f.scale_type, int(t.zeros is not None), int(t.scale2 is not None)]
+
+
+def _read(group: Sequence[Any], at: int) -> list[Tensor]:
+    """The tensors of scales of one stack, or of a list of matrices that mean the same."""
+    first = group[0]
+    if not isinstance(first, QuantTensor):
+        return []
+    for i, t in enumerate(group):
+        if not isinstance(t, QuantTensor) or _meaning(t) != _meaning(first) or t.format.zero != first.format.zero:
+            raise ValueError(f"experts: w[{at + i}] is {t!r:.90}, but w[{at}] {first!r}: matrices of a list have one format")
+    return [getattr(t, of) for of in ("scale", "zeros", "scale2") for t in group if getattr(t, of) is not None]
+
+
+def _split(w: Sequence[Any], act: int, flags: int) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
+    """w with codes in the place of weights, and parts, the meanings and the zeros of ``operators``."""
+    n = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0)
+    if flags & ops.LIST:
+        each = n // (3 if act < ops.SILU else 2)
+        starts = [n - 2 * each, n - each, *([0] if n > 2 * each else [])]
+        groups = [w[i : i + each] for i in starts]
+    else:
+        starts, groups = [0, 1], [w[:1], w[1:2]]
+    about, zeros, parts = [], [], []
+    for at, group in zip(starts, groups, strict=True):
+        about += _meaning(group[0])
+        zeros.append(group[0].format.zero if isinstance(group[0], QuantTensor) else 0.0)
+        parts += _read(group, at)
+    missing = 3 - len(groups)
+    return [t.codes if isinstance(t, QuantTensor) else t for t in w], parts, about + missing * operators.FIELDS * [0], zeros + missing * [0.0]
+
+
+def upright(w: Sequence[Any], flags: int) -> tuple[list[Any], int]:
+    """The weights of a layer that stores them [E,in,out], as [E,out,in], and its flags then. Quantised ones say which they are: their
+    codes lie [E,out,in]."""
     for i, t in enumerate(w[:2]):
-        if t.requires_grad and isinstance(t, QuantTensor):
+        if isinstance(t, QuantTensor) and not t.transposed:
+            raise ValueError(f"experts: flags has TRANSPOSED, but w[{i}] holds its codes [E, out, in] and says {list(t.shape)}: t.turned()")
+    return [t if isinstance(t, QuantTensor) else t.transpose(1, 2) for t in w[:2]] + [*w[2:]], flags & ~ops.TRANSPOSED
+
+
+def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Any], sizes: Sequence[int], act: int, flags: int, alpha: float, limit: float,
+            scales: Sequence[float]) -> Tensor:  # fmt: skip
+    """As ``autograd.experts``, whose arguments are ready: x in the dtype of the computation, w upright and with the factors of adapters;
+    sizes: ops.layer_sizes(...)."""
+    for i, t in enumerate(w):
+        if isinstance(t, QuantTensor) and t.requires_grad:
             raise ValueError(f"experts: w[{i}] is quantised and requires a gradient; it has none: train adapters")
-    layer, rest = (act, flags & ~ops.WIDE_FACTORS, alpha, limit), w[2:]
-    tracked = [t for t in w if not isinstance(t, QuantTensor)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, p, *tracked)):
-        quantised = [t if isinstance(t, QuantTensor) else None for t in w[:2]]
-        plain = [None if q is not None else t for q, t in zip(quantised, w[:2])]
-        empty = x.new_empty(0)
-        return _Experts.apply(layer, scales, quantised, x, ids, p, *[empty if t is None else t for t in plain], *rest)
-    return _forward(x, ids, p, w, layer, scales, False)[0]
+    layer = act, flags, alpha, limit
+    given, parts, about, zeros = _split(w, act, flags)
+    about = [*sizes, *about]
+    tracked = [t for t in given if t.is_floating_point()]
+    if torch.is_grad_enabled() and any([t.requires_grad for t in (x, p, *tracked)]):
+        made: Tensor = _Experts.apply(layer, list(scales), about, zeros, len(given), x, ids, p, *given, *parts)  # type: ignore[no-untyped-call]
+        return made
+    out: Tensor = ops.call(operators.experts_coded, x, ids, p, given, parts, about, zeros, *layer, list(scales))
+    return out

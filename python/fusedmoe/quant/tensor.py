@@ -2,6 +2,7 @@
 """QuantTensor: a stack of quantised weights that looks like the weights. The layer reads its codes; anything else that an operation does
 with it is done with the weights, decoded for that operation alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,32 +20,37 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 class QuantTensor(Tensor):
-    """[E,N,K] of a floating point dtype, held as codes and scales. Made by ``from_weights`` and the other ``from_`` functions."""
+    """[E,N,K] (or one matrix, [N,K]) of a floating point dtype, held as codes and scales; transposed: it says that it is [E,K,N]. Made by
+    ``from_weights`` and the other ``from_`` functions. It cannot be written to: in-place operations are errors."""
 
     codes: Tensor
     scale: Tensor
     scale2: Tensor | None
+    zeros: Tensor | None
     format: Format
+    transposed: bool
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype,
-                scale2: Tensor | None = None) -> "QuantTensor":  # fmt: skip
+    def __new__(cls, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None,
+                zeros: Tensor | None = None, transposed: bool = False) -> "QuantTensor":  # fmt: skip
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device, requires_grad=False)
 
-    def __init__(self, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None):
-        self.codes, self.scale, self.scale2, self.format = _bytes(codes), scale, scale2, format
+    def __init__(self, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None,
+                 zeros: Tensor | None = None, transposed: bool = False):  # fmt: skip
+        self.codes, self.scale, self.scale2, self.zeros = _bytes(codes), scale, scale2, zeros
+        self.format, self.transposed = format, transposed
 
     # ---- making one -------------------------------------------------------------------------------------------------
     @classmethod
     def from_weights(cls, w: Tensor, format: str | Format) -> "QuantTensor":
-        """Quantise a stack [E,N,K] of float32, bfloat16 or float16 on the CPU."""
+        """Quantise a stack [E,N,K] of float32, bfloat16 or float16."""
         format = by_name(format) if isinstance(format, str) else format
-        if w.dim() != 3 or not w.is_cpu:
-            raise ValueError(f"quantize: the weights are {list(w.shape)} on {w.device}, expected a stack [E, N, K] on the CPU")
+        if w.dim() != 3:
+            raise ValueError(f"quantize: the weights are {list(w.shape)}, expected a stack [E, N, K]")
         E, N, K = w.shape
-        codes = torch.empty((E, N, format.bytes_of(K)), dtype=torch.uint8)
-        scale = torch.empty((E, *format.grid(N, K)), dtype=format.scale_dtype)
-        scale2 = torch.tensor([format.scale2]) if format.scale2 else None
+        codes = torch.empty((E, N, format.bytes_of(K)), dtype=torch.uint8, device=w.device)
+        scale = torch.empty((E, *format.grid(N, K)), dtype=format.scale_dtype, device=w.device)
+        scale2 = torch.tensor([format.scale2], device=w.device) if format.scale2 else None
         made = cls(codes, scale, format, w.shape, w.dtype, scale2)
         _core.quantize(False, w.detach().contiguous(), codes, made.descriptor())
         return made
@@ -84,10 +90,10 @@ class QuantTensor(Tensor):
 
     @classmethod
     def from_bitsandbytes(cls, data: Tensor, state: Any) -> "QuantTensor":
-        """4-bit data of bitsandbytes and its QuantState, of a stack [E,N,K] whose rows are whole blocks. Codes are not copied; nested
-        scales are decoded to float32."""
+        """4-bit data of bitsandbytes and its QuantState, of a stack [E,N,K] or a matrix whose rows are whole blocks. Codes are not
+        copied; nested scales are decoded to float32."""
         shape, block = torch.Size(state.shape), state.blocksize
-        if len(shape) != 3 or shape[2] % block:
+        if len(shape) not in (2, 3) or shape[-1] % block:
             raise ValueError(f"from_bitsandbytes: the weights are {list(shape)} in blocks of {block}, expected [E, N, K], K a multiple")
         absmax = state.absmax
         if state.nested:
@@ -96,45 +102,76 @@ class QuantTensor(Tensor):
             absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset
         code = {"nf4": NF4, "fp4": FP4}[state.quant_type]
         format = Format(state.quant_type, code, HIGH_FIRST, 1, block)
-        E, N, K = shape
-        codes = _bytes(data.detach()).reshape(E, N, K // 2)
-        return cls(codes, absmax.detach().float().reshape(E, N, K // block), format, shape, state.dtype)
+        codes = _bytes(data.detach()).reshape(*shape[:-1], shape[-1] // 2)
+        return cls(codes, absmax.detach().float().reshape(*shape[:-1], shape[-1] // block), format, shape, state.dtype)
 
     # ---- what the library reads ---------------------------------------------------------------------------------------
+    def parts(self) -> dict[str, Tensor]:
+        """Its tensors: codes, scale and those of scale2 and zeros that it has."""
+        named = (("codes", self.codes), ("scale", self.scale), ("scale2", self.scale2), ("zeros", self.zeros))
+        return {name: t for name, t in named if t is not None}
+
     def descriptor(self) -> tuple:
-        """fmoe_quant, as _core takes it."""
-        f = self.format
-        return f.code, f.flags, f.rows, f.cols, f.scale_type, f.zero, self.scale, None, self.scale2
+        """fmoe_quant of a stack, as _core takes it."""
+        f, stack = self.format, (lambda t: t if t is None or self.dim() == 3 else t.unsqueeze(0))
+        return f.code, f.flags, f.rows, f.cols, f.scale_type, f.zero, stack(self.scale), stack(self.zeros), self.scale2
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weights."""
-        if not self.codes.is_cpu:
-            raise NotImplementedError(f"dequantize: the codes are on {self.codes.device}; quantised weights are computed on the CPU")
-        out = torch.empty(self.shape, dtype=dtype or self.dtype)
-        if out.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return self.dequantize(torch.float32).to(out.dtype)
-        _core.quantize(True, out, self.codes, self.descriptor())
-        return out
+        dtype = dtype or self.dtype
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return self.dequantize(torch.float32).to(dtype)
+        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        out, codes = torch.empty(shape, dtype=dtype, device=self.codes.device), self.codes
+        _core.quantize(True, *((out, codes) if self.dim() == 3 else (out.unsqueeze(0), codes.unsqueeze(0))), self.descriptor())
+        return out.mT.contiguous() if self.transposed else out
 
     def nbytes_held(self) -> int:
         """Bytes of codes and scales."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.scale2) if t is not None)
+        return sum(t.nbytes for t in self.parts().values())
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"QuantTensor({self.format.name}, {list(self.shape)}, {self.dtype}, {self.nbytes_held()} bytes)"
 
-    def map(self, fn: Any, dtype: torch.dtype | None = None) -> "QuantTensor":
+    def map(self, fn: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> "QuantTensor":
         """The same with fn applied to codes and scales."""
-        parts = [None if t is None else fn(t) for t in (self.codes, self.scale, self.scale2)]
-        return type(self)(parts[0], parts[1], self.format, self.shape, dtype or self.dtype, parts[2])
+        return self._with({name: fn(t) for name, t in self.parts().items()}, self.shape, dtype)
+
+    def _with(self, parts: dict[str, Tensor], shape: torch.Size, dtype: torch.dtype | None = None) -> "QuantTensor":
+        more = parts.get("scale2"), parts.get("zeros"), self.transposed
+        return QuantTensor(parts["codes"], parts["scale"], self.format, shape, dtype or self.dtype, *more)
+
+    def experts(self, start: int, end: int) -> "QuantTensor":
+        """Those of a stack from start to end, as views."""
+        if self.dim() != 3:
+            raise ValueError(f"QuantTensor.experts: it is {list(self.shape)}, expected a stack [E, N, K]")
+        E = self.shape[0]
+        cut = {name: t if name == "scale2" and len(t) != E else t[start:end] for name, t in self.parts().items()}
+        return self._with(cut, torch.Size((len(cut["codes"]), *self.shape[1:])))
+
+    def turned(self) -> "QuantTensor":
+        """Its last two dimensions exchanged, without a copy."""
+        made = self._with(self.parts(), torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2])))
+        made.transposed = not self.transposed
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _rebuild, (self.codes, self.scale, tuple(self.format), self.shape, self.dtype, self.scale2)
+        args = self.codes, self.scale, tuple(self.format), self.shape, self.dtype, self.scale2, self.zeros, self.transposed
+        return _rebuild, args
 
     def __deepcopy__(self, memo: dict) -> "QuantTensor":
         made = self.map(torch.clone)
         memo[id(self)] = made
         return torch.nn.Parameter(made, requires_grad=False) if isinstance(self, torch.nn.Parameter) else made
+
+    # What torch.compile reads it by
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [*self.parts()], (self.format, self.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> "QuantTensor":
+        format, dtype, transposed = meta
+        return QuantTensor(parts["codes"], parts["scale"], format, size, dtype, parts.get("scale2"), parts.get("zeros"), transposed)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -142,16 +179,64 @@ class QuantTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs, first = kwargs or {}, args[0] if args else None
         if isinstance(first, cls):
-            if func in (_aten.detach.default, _aten.alias.default):
-                return first.map(lambda t: t)
-            if func is _aten.clone.default:
-                return first.map(torch.clone)
-            if func is _aten._to_copy.default:
-                device = kwargs.get("device")
-                return first.map(lambda t: t.to(device) if device is not None else t.clone(), kwargs.get("dtype"))
+            known = _KNOWN.get(func)
+            made = known(first, *args[1:], **kwargs) if known else None
+            if made is not None:
+                return made
+        if func._schema.is_mutable:
+            _refuse_writes(func, args, kwargs)
         decoded = lambda t: t.dequantize() if isinstance(t, cls) else t
         return func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
 
 
-def _rebuild(codes: Tensor, scale: Tensor, format: tuple, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None) -> QuantTensor:
-    return QuantTensor(codes, scale, Format(*format), shape, dtype, scale2)
+def _refuse_writes(func: Any, args: tuple, kwargs: dict) -> None:
+    for i, declared in enumerate(func._schema.arguments):
+        given = kwargs.get(declared.name, args[i] if i < len(args) else None)
+        if isinstance(given, QuantTensor) and declared.alias_info is not None and declared.alias_info.is_write:
+            raise NotImplementedError(f"{func}: {given!r} cannot be written to: quantised weights are frozen (fusedmoe.dequantize)")
+
+
+# ---- operations that keep it quantised; None: this one does not ------------------------------------------------------------
+def _to_copy(t: QuantTensor, **kwargs: Any) -> QuantTensor:
+    device = kwargs.get("device")
+    return t.map(lambda part: part.to(device) if device is not None else part.clone(), kwargs.get("dtype"))
+
+
+def _copy(t: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor | None:
+    if not isinstance(source, QuantTensor) or (t.format, t.shape, t.transposed) != (source.format, source.shape, source.transposed):
+        return None
+    for name, part in t.parts().items():
+        part.copy_(source.parts()[name], non_blocking)
+    return t
+
+
+def _transpose(t: QuantTensor, a: int, b: int) -> QuantTensor | None:
+    return t.turned() if {a % t.dim(), b % t.dim()} == {t.dim() - 2, t.dim() - 1} else None
+
+
+def _slice(t: QuantTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QuantTensor | None:
+    if t.dim() != 3 or dim % 3 or step != 1:
+        return None
+    start, end, _ = slice(start, end).indices(t.shape[0])
+    return t.experts(start, end)
+
+
+def _empty_like(t: QuantTensor, **kwargs: Any) -> QuantTensor | None:
+    same = kwargs.get("dtype") in (None, t.dtype)
+    return t.map(lambda part: torch.empty_like(part, device=kwargs.get("device"))) if same else None
+
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    _aten.detach.default: lambda t: t.map(lambda part: part),
+    _aten.alias.default: lambda t: t.map(lambda part: part),
+    _aten.clone.default: lambda t, **_: t.map(torch.clone),
+    _aten.empty_like.default: _empty_like,
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy,
+    _aten.transpose.int: _transpose,
+    _aten.slice.Tensor: _slice,
+}
+
+
+def _rebuild(codes: Tensor, scale: Tensor, format: tuple, shape: torch.Size, dtype: torch.dtype, *more: Any) -> QuantTensor:
+    return QuantTensor(codes, scale, Format(*format), shape, dtype, *more)

@@ -71,9 +71,9 @@ typedef struct {
     int n_transposed;
     fmoe_device device; /* of the first tensor */
     const exchange_api *api;
-    PyObject *copies;          /* of what had another layout */
-    const char *op, *argument; /* what is taken now, for messages; NULL: nothing to say */
-    Py_ssize_t item;           /* of a list; -1: none */
+    PyObject *copies;              /* of what had another layout */
+    const char *op, *argument;     /* what is taken now, for messages; NULL: nothing to say */
+    Py_ssize_t item;               /* of a list; -1: none */
     fmoe_quant quants[MAX_QUANTS]; /* descriptors of quantised weights */
     int n_quants;
 } call;

@@ -312,7 +312,7 @@ PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args)
     call c;
     Py_ssize_t capacity = 1;
     for (int i = 0; i < op->n; i++) {
-        const Py_ssize_t n = slots[i] == Py_None               ? 0
+        const Py_ssize_t n = slots[i] == Py_None          ? 0
                              : op->slots[i].kind == QUANT ? quant_capacity(slots[i])
                                                           : list_size(slots[i]);
         capacity += n < 0 ? 1 : n;

@@ -11,7 +11,9 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 
 import fusedmoe
-from fusedmoe import GmmFunction, HybridGmmFunction, _core, ops
+from fusedmoe import GmmFunction, HybridGmmFunction, QuantTensor, _core, ops
+from fusedmoe.quant import experts as quant_experts
+from fusedmoe.quant import operators
 
 T, H, I, E, k = 5, 6, 4, 3, 2
 RULE = (0, 1, 0, 0, 0, 0)
@@ -57,6 +59,14 @@ def all_ops():
     yield ops.experts, (x, ids, p, [*w1[:, :I], *w1[:, I:], *w2], 0, ops.LIST, 0.0, 0.0)
     yield ops.experts_forward, (x, ids, p, [w1, w2], *plain, line)
     yield ops.experts_backward, (x, ids, p, [w1, w2], saved, x, *plain, 15)
+    coded = [QuantTensor.from_weights(w, "int8") for w in (w1, w2)]  # which has a second scale
+    codes, parts, about, zeros = quant_experts._split(coded, *plain[:2])
+    given = x, ids, p, codes, parts, [*ops.layer_sizes(coded, *plain[:2], H), *about], zeros
+    line = operators.experts_coded_saved(x.dtype, x.device, tuple(given[5]), k, *plain)
+    _, csaved = operators.experts_coded_forward(*given, *plain, line)
+    yield operators.experts_coded, (*given, *plain)
+    yield operators.experts_coded_forward, (*given, *plain, line)
+    yield operators.experts_coded_backward, (*given, csaved, x, *plain, [1, 1, 0, 0])
     yield ops.route, (logits, [], k, RULE, 0.0, 1.0)
     yield ops.route, (logits, [torch.randn(E)], k, RULE, 0.0, 1.0)
     yield ops.route_replay, (logits, ids, RULE, 0.0, 1.0)

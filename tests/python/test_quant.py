@@ -207,6 +207,21 @@ def test_peft_trains_adapters_on_quantised_experts(never_decoded):
         assert torch.equal(grad, results[1][1][name]), name
 
 
+def test_adapters_are_merged_into_decoded_weights_and_never_lost():
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = peft.get_peft_model(fusedmoe.quantize(tiny(), "nf4"), peft.LoraConfig(r=4, target_parameters=targets, init_lora_weights=False))
+    with torch.no_grad():
+        want = model.eval()(TOKENS).logits
+        for safe in (False, True):
+            with pytest.raises(NotImplementedError, match="cannot be written to.*fusedmoe.dequantize"):
+                model.merge_and_unload(safe_merge=safe)
+        merged = fusedmoe.dequantize(model).merge_and_unload()
+        assert not any("lora" in n for n, _ in merged.named_parameters())
+        error = (merged(TOKENS).logits - want).float().norm() / want.float().norm()
+    assert error < 0.02  # W + BA is rounded to bfloat16
+
+
 @pytest.mark.parametrize("I", [128, 48])
 def test_fp8_experts_of_transformers_are_run_as_they_came(I, never_decoded):
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -31,7 +31,7 @@ class _Experts(torch.autograd.Function):
         out, saved = ops.call(operators.experts_coded_forward, x, ids, p, w, parts, about, zeros, *layer, line, scales)
         ctx.save_for_backward(x, ids, p, saved, *tensors)
         ctx.layer = layer, scales, about, zeros, n
-        return out  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -79,7 +79,8 @@ def _split(w: Sequence[Any], act: int, flags: int) -> tuple[list[Tensor], list[T
         zeros.append(group[0].format.zero if isinstance(group[0], QuantTensor) else 0.0)
         parts += _read(group, at)
     missing = 3 - len(groups)
-    return [t.codes if isinstance(t, QuantTensor) else t for t in w], parts, about + missing * operators.FIELDS * [0], zeros + missing * [0.0]
+    codes = [t.codes if isinstance(t, QuantTensor) else t for t in w]
+    return codes, parts, about + missing * operators.FIELDS * [0], zeros + missing * [0.0]
 
 
 def upright(w: Sequence[Any], flags: int) -> tuple[list[Any], int]:
@@ -103,7 +104,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Any], sizes: Sequence
     about = [*sizes, *about]
     tracked = [t for t in given if t.is_floating_point()]
     if torch.is_grad_enabled() and any([t.requires_grad for t in (x, p, *tracked)]):
-        made: Tensor = _Experts.apply(layer, list(scales), about, zeros, len(given), x, ids, p, *given, *parts)  # type: ignore[no-untyped-call]
+        made: Tensor = _Experts.apply(layer, list(scales), about, zeros, len(given), x, ids, p, *given, *parts)
         return made
     out: Tensor = ops.call(operators.experts_coded, x, ids, p, given, parts, about, zeros, *layer, list(scales))
     return out

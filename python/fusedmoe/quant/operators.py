@@ -62,7 +62,7 @@ def experts_coded_saved(dtype: Any, device: Any, about: tuple[int, ...], k: int,
     return ops.experts_saved(dtype, device, about[:SIZES], k, act, flags | QUANT, alpha, limit)
 
 
-experts_coded_saved._dynamo_marked_constant = True  # type: ignore[attr-defined]  # assume_constant_result without the compiler
+experts_coded_saved._dynamo_marked_constant = True  # assume_constant_result without the compiler
 
 
 @_define(_core.EXPERTS_QUANT_FORWARD, f"experts_coded_forward({_CODED}, int[] saved, float[] scales=[]) -> (Tensor, Tensor)")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters on experts between layouts: round trips bit for bit, dW against PEFT's own and against code that knows no layout, and errors
-that are planted and must be found. vLLM and SGLang are not installed here: their layouts are checked against formulas (tests/external/vllm_lora.py
-asks vLLM itself)."""
+that are planted and must be found. vLLM and SGLang are not installed here: their layouts are checked against formulas
+(tests/external/vllm_lora.py asks vLLM itself)."""
 
 import copy
 import itertools

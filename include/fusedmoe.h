@@ -213,7 +213,7 @@ enum {
      * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
      * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
     FMOE_BORROW_DW1 = 256,
-    /* Experts and block: W1 and W2 may be quantised (fmoe_quant). CPU; others refuse the plan. */
+    /* Experts, block and grouped matmul: weights may be quantised (fmoe_quant). CPU; others refuse the plan. */
     FMOE_QUANT = 512,
     /* What the forward of experts and block keeps for the backward, of Ascend plans without FMOE_RECOMPUTE: everything,
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
@@ -363,7 +363,10 @@ FMOE_API fmoe_status fmoe_unpermute_backward(fmoe_plan, const fmoe_unpermute_arg
  *   dx = dy . w^T,   dw[g] = x_g^T . dy_g (contraction over the group's rows),   dbias[g] = sum of dy_g
  *
  * List form, for groups in tensors of their own: list = 1, every tensor pointer is an array of E tensors, x[g]: [m,K],
- * w[g]: [K,N], y[g]: [m,N], bias[g]: [N]; sizes may differ from group to group; `sizes` is not used. */
+ * w[g]: [K,N], y[g]: [m,N], bias[g]: [N]; sizes may differ from group to group; `sizes` is not used.
+ *
+ * Quantised (a plan with FMOE_QUANT; fmoe_quant below): w holds codes [E,N,K], as a linear layer has them, or, with
+ * FMOE_QUANT_IN_OUT, [E,K,N]. dw must be NULL: they have no gradient. */
 typedef struct fmoe_gmm_args {
     size_t size;
     const fmoe_tensor *x;     /* in  [R,K] */
@@ -377,6 +380,7 @@ typedef struct fmoe_gmm_args {
     const fmoe_tensor *dbias; /* out [E,N], or NULL; backward only */
     int32_t cumulative;
     int32_t list;
+    const struct fmoe_quant *quant; /* w is quantised; NULL: it is not */
 } fmoe_gmm_args;
 
 FMOE_API fmoe_status fmoe_grouped_matmul_forward(fmoe_plan, const fmoe_gmm_args *, const fmoe_run *);
@@ -413,15 +417,15 @@ typedef enum fmoe_code {
     FMOE_CODE_LUT4 = 7  /* 4 bits: fmoe_quant.lut */
 } fmoe_code;
 
-/* What the bytes of a scale tensor of 8 bits are. E8M0: 2^(byte - 127); 255: NaN */
 /* What the bytes of a scale tensor of 8 bits are: E8M0 is 2^(byte - 127), and NaN for 255. */
 typedef enum fmoe_scale_type { FMOE_SCALE_E8M0 = 1, FMOE_SCALE_E4M3 = 2 } fmoe_scale_type;
 
 /* fmoe_quant.flags */
 enum {
     FMOE_QUANT_HIGH_FIRST = 1, /* the even k is in the high nibble (bitsandbytes); default: in the low one */
-    FMOE_QUANT_HALVES = 2      /* W1 with all gates, then all ups: rows of groups begin anew at the first up, so that
+    FMOE_QUANT_HALVES = 2,     /* W1 with all gates, then all ups: rows of groups begin anew at the first up, so that
                                   there are 2 * ceil(I / group_rows) of them */
+    FMOE_QUANT_IN_OUT = 4      /* grouped matmul: a row of codes is one k and runs along N */
 };
 
 typedef struct fmoe_quant {

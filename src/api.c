@@ -6,6 +6,8 @@
 
 #include <inttypes.h>
 
+#include "quant.h"
+
 fmoe_status fmoe_call_begin(fmoe_call *c, const fmoe_plan_impl *p, fmoe_op op, fmoe_pass pass, const fmoe_run *given,
                             uint32_t known_flags)
 {
@@ -174,10 +176,11 @@ static int gmm_list(const fmoe_gmm_args *a, fmoe_pass pass, int64_t E, int64_t l
     int n = 0;
     args[n++] =
         (fmoe_arg){"x", a->x, back && !a->dw ? ARG_OPTIONAL : ARG_IN, TYPE_PLAN, LAYOUT_ROWS, {AXIS_R, AXIS_K}, list};
-    args[n++] = (fmoe_arg){
-        "w",       a->w,          back && !a->dx ? ARG_OPTIONAL : ARG_IN,
-        TYPE_PLAN, LAYOUT_MATRIX, {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE},
-        list};
+    if (!a->quant) /* else gmm_codes lists it */
+        args[n++] = (fmoe_arg){
+            "w",       a->w,          back && !a->dx ? ARG_OPTIONAL : ARG_IN,
+            TYPE_PLAN, LAYOUT_MATRIX, {stack ? stack : AXIS_K, stack ? AXIS_K : AXIS_N, stack ? AXIS_N : AXIS_NONE},
+            list};
     if (!list)
         args[n++] =
             (fmoe_arg){"sizes", a->sizes, E == 1 ? ARG_OPTIONAL : ARG_IN, TYPE_INT, LAYOUT_COMPACT, {AXIS_E}, 0};
@@ -201,9 +204,36 @@ static int gmm_list(const fmoe_gmm_args *a, fmoe_pass pass, int64_t E, int64_t l
     return n;
 }
 
+/* Quantised weights: codes and the tensors of their descriptor, after all others, which fix K and N. Without dx nobody
+ * reads them. */
+static fmoe_status gmm_codes(fmoe_call *c, const fmoe_gmm_args *a, fmoe_quant_matrix *m, fmoe_arg *args, int *n)
+{
+    static const fmoe_quant_names names = FMOE_QUANT_NAMES("quant");
+    const bool back = c->pass == FMOE_BACKWARD;
+    if (!(c->p->d.flags & FMOE_QUANT))
+        return fmoe_fail(FMOE_ERR_PLAN, "quant is given, but the plan was made without FMOE_QUANT");
+    if (back && a->dw)
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "dw is given, but quant says that w is quantised: it has no gradient");
+    if (back && !a->dx) return FMOE_OK;
+    *m = (fmoe_quant_matrix){.quant = a->quant,
+                             .names = &names,
+                             .axes = AXIS_GRID,
+                             .E = AXIS_E,
+                             .in = AXIS_K,
+                             .list = a->list ? c->p->d.E : 0,
+                             .N = c->p->d.N,
+                             .K = c->p->d.K,
+                             .halves = !a->list && c->p->d.N % 2 == 0};
+    fmoe_arg *const codes = &args[(*n)++];
+    *codes = (fmoe_arg){"w", a->w, ARG_IN, TYPE_BYTE, LAYOUT_ROWS, {AXIS_E, AXIS_N}, m->list};
+    if (a->list) codes->axes[0] = AXIS_N;
+    return fmoe_quant_args_of(&c->check, m, codes, args, n);
+}
+
 static fmoe_status grouped_matmul_check(fmoe_call *c, const fmoe_gmm_args *a)
 {
-    fmoe_arg args[8];
+    fmoe_arg args[12];
+    fmoe_quant_matrix codes = {.quant = NULL};
     const int64_t E = c->p->d.E;
     if (a->list != 0 && a->list != 1) return fmoe_fail(FMOE_ERR_ARG, "list is %d, must be 0 or 1", a->list);
     if (a->cumulative != 0 && a->cumulative != 1)
@@ -214,15 +244,23 @@ static fmoe_status grouped_matmul_check(fmoe_call *c, const fmoe_gmm_args *a)
                          a->list, c->p->d.K, c->p->d.N);
     if (c->pass == FMOE_BACKWARD && !a->dx && !a->dw && !a->dbias)
         return fmoe_fail(FMOE_ERR_NULL, "dx, dw and dbias are all NULL: nothing to compute");
-    const int n = gmm_list(a, c->pass, E, a->list ? E : 0, args);
+    int n = gmm_list(a, c->pass, E, a->list ? E : 0, args);
+    const int plain = n;
+    if (a->quant) FMOE_TRY(gmm_codes(c, a, &codes, args, &n));
     if (!a->list) return fmoe_call_finish(c, args, n, AXIS_R, NULL, 0);
     /* Sizes differ from group to group: bind R, K and N anew for each, and sum the rows. */
     int64_t rows = 0;
     for (int64_t g = 0; g < E; g++) {
         c->check.size[AXIS_R] = c->check.size[AXIS_K] = c->check.size[AXIS_N] = -1;
-        for (int i = 0; i < n; i++)
+        for (int i = 0; i < n; i++) {
+            if (i == plain) {
+                codes.N = c->check.size[AXIS_N];
+                codes.K = c->check.size[AXIS_K];
+                fmoe_quant_bind(&c->check, &codes);
+            }
             if (args[i].t) FMOE_TRY(fmoe_check_tensor(&c->check, &args[i], g));
             else if (!(args[i].role & ARG_OPTIONAL)) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", args[i].name);
+        }
         if (__builtin_add_overflow(rows, c->check.size[AXIS_R], &rows))
             return fmoe_fail(FMOE_ERR_OVERFLOW, "the rows of all groups do not fit 64 bits");
     }

@@ -17,7 +17,7 @@
 #include "error.h"
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 8u /* changes with any struct in this file or in fusedmoe.h */
+#define FMOE_BACKEND_VERSION 9u /* changes with any struct in this file or in fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -46,7 +46,8 @@ typedef struct fmoe_backend {
     /* block has no entry: block.c composes it from the above, on every backend. */
 
     bool wide_factors; /* adapters in f32 beside 16 bits */
-    bool quant;        /* plans with FMOE_QUANT */
+    bool quant;        /* plans of experts with FMOE_QUANT, */
+    bool quant_gmm;    /* and of the grouped matmul */
 
     /* Packed weights of experts plans; NULL, all three: none. bytes 0: this plan reads weights as they are stored. The
      * check: is this buffer one of the plan's (name: the argument's)? */

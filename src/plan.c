@@ -171,8 +171,9 @@ static fmoe_status check_desc(const fmoe_desc *d)
     if (d->threads < 0 || d->threads > 65536)
         return fmoe_fail(FMOE_ERR_ARG, "threads is %d, must be between 0 and 65536", d->threads);
     const bool layer = d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_BLOCK;
-    if ((d->flags & FMOE_QUANT) && !layer)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "FMOE_QUANT is for experts (5) and block (6), op is %d", d->op);
+    if ((d->flags & FMOE_QUANT) && !layer && d->op != FMOE_OP_GROUPED_MATMUL)
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                         "FMOE_QUANT is for the grouped matmul (3), experts (5) and block (6), op is %d", d->op);
     if (layer || d->op == FMOE_OP_ACTIVATION) {
         if (!act_known(d->act)) return fmoe_fail(FMOE_ERR_ARG, "act is %d, not a value of fmoe_act", d->act);
         if (!(d->act_limit >= 0) || !(d->act_alpha > -1e30f && d->act_alpha < 1e30f))
@@ -227,10 +228,12 @@ fmoe_status fmoe_plan_build(const fmoe_desc *desc, fmoe_plan_impl **plan)
 
     const fmoe_backend *backend;
     FMOE_TRY(fmoe_backend_find(d.device, d.dtype, &backend));
-    if ((d.flags & FMOE_QUANT) && !backend->quant)
+    const bool gmm = d.op == FMOE_OP_GROUPED_MATMUL;
+    if ((d.flags & FMOE_QUANT) && !(gmm ? backend->quant_gmm : backend->quant))
         return fmoe_fail(FMOE_ERR_UNSUPPORTED,
-                         "FMOE_QUANT: quantised weights are computed on the CPU (device type 1), not by the %s backend",
-                         backend->name);
+                         "FMOE_QUANT: quantised weights of %s are computed on the CPU (device type 1), not by the %s "
+                         "backend",
+                         gmm ? "the grouped matmul" : "experts", backend->name);
     fmoe_plan_impl *p = calloc(1, sizeof *p);
     if (!p) return fmoe_fail(FMOE_ERR_NOMEM, "a plan of %zu bytes could not be allocated", sizeof *p);
     p->d = d;

@@ -14,7 +14,7 @@ static fmoe_status check_fields(const fmoe_quant_matrix *m)
 {
     const fmoe_quant *q = m->quant;
     const char *name = m->names->quant;
-    const uint32_t known = FMOE_QUANT_HIGH_FIRST | FMOE_QUANT_HALVES;
+    const uint32_t known = FMOE_QUANT_HIGH_FIRST | FMOE_QUANT_HALVES | FMOE_QUANT_IN_OUT;
     const bool integer = q->code == FMOE_CODE_U4 || q->code == FMOE_CODE_S8;
     if (q->code < FMOE_CODE_E4M3 || q->code > FMOE_CODE_LUT4)
         return fmoe_fail(FMOE_ERR_ARG, "%s.code is %d, must be a value of fmoe_code (1 to 7)", name, q->code);
@@ -26,6 +26,9 @@ static fmoe_status check_fields(const fmoe_quant_matrix *m)
     if ((q->flags & FMOE_QUANT_HALVES) && !m->halves)
         return fmoe_fail(FMOE_ERR_ARG,
                          "%s.flags has FMOE_QUANT_HALVES, which is for a stack with all gates, then all ups", name);
+    if ((q->flags & FMOE_QUANT_IN_OUT) && (!m->in || q->flags & FMOE_QUANT_HALVES))
+        return fmoe_fail(FMOE_ERR_ARG, "%s.flags has FMOE_QUANT_IN_OUT, which is %s", name,
+                         m->in ? "without FMOE_QUANT_HALVES: its rows are no gates and ups" : "for the grouped matmul");
     if (q->group_rows < 0 || q->group_cols < 0)
         return fmoe_fail(FMOE_ERR_ARG, "%s.group_rows is %d and group_cols %d, must not be negative", name,
                          q->group_rows, q->group_cols);
@@ -46,6 +49,16 @@ static fmoe_status check_fields(const fmoe_quant_matrix *m)
 
 static int64_t groups_of(int64_t n, int32_t group) { return group ? fmoe_ceil_div(n, group) : fmoe_min(n, 1); }
 
+void fmoe_quant_bind(fmoe_checker *c, const fmoe_quant_matrix *m)
+{
+    const fmoe_quant *q = m->quant;
+    const bool halves = q->flags & FMOE_QUANT_HALVES, in_out = q->flags & FMOE_QUANT_IN_OUT;
+    const int64_t N = in_out ? m->K : m->N, K = in_out ? m->N : m->K;
+    c->size[m->axes] = fmoe_code_bytes(q->code, K);
+    c->size[m->axes + 1] = halves ? 2 * groups_of(N / 2, q->group_rows) : groups_of(N, q->group_rows);
+    c->size[m->axes + 2] = groups_of(K, q->group_cols);
+}
+
 fmoe_status fmoe_quant_args_of(fmoe_checker *c, const fmoe_quant_matrix *m, fmoe_arg *codes, fmoe_arg *args, int *n)
 {
     const fmoe_quant *q = m->quant;
@@ -53,14 +66,12 @@ fmoe_status fmoe_quant_args_of(fmoe_checker *c, const fmoe_quant_matrix *m, fmoe
     const void *read;
     FMOE_TRY(fmoe_struct_read(&fmoe_quant_form, q, &copy, &read)); /* there is no shorter one: it is q itself */
     FMOE_TRY(check_fields(m));
-    const bool halves = q->flags & FMOE_QUANT_HALVES;
-    c->size[m->axes] = fmoe_code_bytes(q->code, m->K);
-    c->size[m->axes + 1] = halves ? 2 * groups_of(m->N / 2, q->group_rows) : groups_of(m->N, q->group_rows);
-    c->size[m->axes + 2] = groups_of(m->K, q->group_cols);
+    fmoe_quant_bind(c, m);
     const fmoe_axis_id rows = (fmoe_axis_id)(m->axes + 1), columns = (fmoe_axis_id)(m->axes + 2);
     codes->types = TYPE_BYTE;
     codes->layout = LAYOUT_ROWS;
     codes->axes[m->list ? 1 : 2] = m->axes;
+    if (q->flags & FMOE_QUANT_IN_OUT) codes->axes[m->list ? 0 : 1] = m->in;
     fmoe_arg scale = {
         m->names->scale,       q->scale, m->role, q->scale_type ? TYPE_BYTE : TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS,
         {m->E, rows, columns}, m->list};

@@ -5,7 +5,7 @@
 corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
 targets=(plan route forward backward quant) # of tests/fuzz
-units=(ref ref_experts ref_route ref_block api packed quant forms describe values machine alloc threads process ep ep_faults abi
+units=(ref ref_experts ref_route ref_block api packed quant quant_ops forms describe values machine alloc threads process ep ep_faults abi
     versions)
 
 replays() { # folder: every fuzz target on its corpus, one line of counts

@@ -83,6 +83,7 @@ const fmoe_backend fmoe_backend_cpu = {
     .experts = {fmoe_cpu_experts_forward, fmoe_cpu_experts_backward},
     .wide_factors = true,
     .quant = true,
+    .quant_gmm = true,
     .packed_bytes = fmoe_cpu_packed_bytes,
     .pack = fmoe_cpu_pack,
     .packed_check = fmoe_cpu_packed_check,

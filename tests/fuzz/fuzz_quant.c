@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
- * fuzz_quant.c - descriptors of quantised weights from any bytes: a call on them is refused and nothing is written, or
- * it gives what the layer on decoded weights gives, bit for bit. */
+ * fuzz_quant.c - descriptors of quantised weights from any bytes: a layer or a grouped matmul on them is refused and
+ * nothing is written, or it gives what it gives on decoded weights, bit for bit. */
 #include "fuzz_layer.h"
 
 #include "codes.h"
@@ -85,6 +85,57 @@ static fmoe_status forward(const fuzz_layer *l, const fmoe_weights *w, uint32_t 
     return status;
 }
 
+static void compare(const char *name, fmoe_status status, const fmoe_tensor *got, const fmoe_tensor *want)
+{
+    const size_t bytes = (size_t)fuzz_count(got) * fmoe_dtype_size(fmoe_tensor_dtype(got));
+    for (size_t i = 0; status != FMOE_OK && i < bytes; i++)
+        if (((const uint8_t *)got->data)[i] != 0xff) FUZZ_FAIL("byte %zu of %s was written", i, name);
+    for (int64_t i = 0; status == FMOE_OK && i < fuzz_count(got); i++)
+        if (!same_number(got, want, i))
+            FUZZ_FAIL("%s[%" PRId64 "] is %g, on decoded weights %g", name, i, fuzz_get(got, i), fuzz_get(want, i));
+}
+
+/* The codes of W1, drawn as rows of out, or as rows of in; x by them, and x as the gradient of what they give. */
+static void matmul(const fuzz_layer *l, fmoe_tensor *codes, fmoe_quant *q, fmoe_tensor *w, bool decoded, bool in_out)
+{
+    const int64_t rows = l->C, cols = l->d.H, K = in_out ? rows : cols, N = in_out ? cols : rows, T = l->T;
+    const int f = l->d.dtype;
+    fmoe_tensor turned = *w, *sizes = fuzz_tensor(-32, 1, l->d.E, 1, 1);
+    turned.shape = (int64_t[]){l->d.E, K, N};
+    turned.strides = in_out ? (int64_t[]){K * N, N, 1} : (int64_t[]){K * N, 1, K};
+    for (int64_t e = 0; e < l->d.E; e++) fmoe_set_int(sizes->data, -32, e, T / l->d.E);
+    fmoe_tensor *rows_in = fuzz_tensor(f, 2, T, cols, 1), *got[2], *want[2];
+    memcpy(rows_in->data, l->x->data, (size_t)(T * cols) * fmoe_dtype_size(f));
+    fmoe_tensor *of_codes = fuzz_tensor(f, 2, T, rows, 1);
+    for (int64_t i = 0; i < T * rows; i++) fuzz_set(of_codes, i, (float)fuzz_get(l->x, i % (T * cols)));
+    for (int pass = 0; pass < 2; pass++) {
+        const bool wide = (pass == 0) != in_out; /* x, or dy, has as many columns as a row has codes */
+        fmoe_tensor *in = wide ? rows_in : of_codes;
+        for (int i = 0; i < 2; i++) {
+            fmoe_tensor *out = fuzz_tensor(f, 2, T, wide ? rows : cols, 1);
+            memset(out->data, 0xff, (size_t)fuzz_count(out) * fmoe_dtype_size(f));
+            (i ? want : got)[pass] = out;
+        }
+        fmoe_status status[2] = {FMOE_ERR_ARG, FMOE_ERR_ARG};
+        for (int i = 0; i < (decoded ? 2 : 1); i++) {
+            fmoe_desc d = FMOE_DESC_INIT;
+            fmoe_plan plan;
+            d.op = FMOE_OP_GROUPED_MATMUL, d.dtype = f, d.E = l->d.E, d.K = K, d.N = N, d.flags = i ? 0 : FMOE_QUANT;
+            d.threads = l->d.threads;
+            if (fmoe_plan_create(&plan, &d) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());
+            fmoe_gmm_args a = {.size = sizeof a, .w = i ? &turned : codes, .sizes = sizes, .quant = i ? NULL : q};
+            if (pass) a.dy = in, a.dx = (i ? want : got)[1];
+            else a.x = in, a.y = (i ? want : got)[0];
+            const fmoe_run run = fuzz_run(plan, (fmoe_pass)pass, T, 0);
+            status[i] = (pass ? fmoe_grouped_matmul_backward : fmoe_grouped_matmul_forward)(plan, &a, &run);
+            fmoe_plan_destroy(&plan);
+        }
+        if (status[0] == FMOE_OK && status[1] != FMOE_OK)
+            FUZZ_FAIL("a matmul read what is refused: %s", fmoe_last_error());
+        compare(pass ? "dx" : "y", status[0], got[pass], want[pass]);
+    }
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     const size_t head = size < 128 ? size : 128; /* of the descriptors: what a layer reads may be all there is */
@@ -93,7 +144,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const int f = l.d.dtype;
     l.d.flags &= ~(uint32_t)FMOE_BIAS;
     fmoe_tensor *c1, *c2, *w1 = fuzz_tensor(f, 3, l.d.E, l.C, l.d.H), *w2 = fuzz_tensor(f, 3, l.d.E, l.d.H, l.d.I);
-    const fmoe_quant *q1 = draw_quant(&in, l.d.E, l.C, l.d.H, &c1), *q2 = draw_quant(&in, l.d.E, l.d.H, l.d.I, &c2);
+    fmoe_quant *q1 = draw_quant(&in, l.d.E, l.C, l.d.H, &c1);
+    const fmoe_quant *q2 = draw_quant(&in, l.d.E, l.d.H, l.d.I, &c2);
     const fmoe_weights coded = {.w1 = c1, .w2 = c2, .quant1 = q1, .quant2 = q2}, plain = {.w1 = w1, .w2 = w2};
     fmoe_tensor *got = fuzz_tensor(f, 2, l.T, l.d.H, 1), *want = fuzz_tensor(f, 2, l.T, l.d.H, 1);
     const size_t bytes = (size_t)fuzz_count(got) * fmoe_dtype_size(f);
@@ -101,13 +153,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const fmoe_status status = forward(&l, &coded, l.d.flags | FMOE_QUANT, got);
     const fmoe_quant_args first = {sizeof first, w1, c1, q1}, second = {sizeof second, w2, c2, q2};
     const bool decoded = fmoe_dequantize(&first) == FMOE_OK && fmoe_dequantize(&second) == FMOE_OK;
-    for (size_t i = 0; status != FMOE_OK && i < bytes; i++)
-        if (((const uint8_t *)got->data)[i] != 0xff) FUZZ_FAIL("byte %zu of out was written", i);
     if (status == FMOE_OK && !decoded) FUZZ_FAIL("a layer read what fmoe_dequantize refuses: %s", fmoe_last_error());
     if (status == FMOE_OK && forward(&l, &plain, l.d.flags, want) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());
-    for (int64_t i = 0; status == FMOE_OK && i < fuzz_count(got); i++)
-        if (!same_number(got, want, i))
-            FUZZ_FAIL("out[%" PRId64 "] is %g, on decoded weights %g", i, fuzz_get(got, i), fuzz_get(want, i));
+    compare("out", status, got, want);
+    const bool in_out = (q1->flags & FMOE_QUANT_IN_OUT) || fuzz_byte(&in) % 2;
+    q1->flags &= ~(uint32_t)FMOE_QUANT_IN_OUT;
+    const bool readable = fmoe_dequantize(&first) == FMOE_OK;
+    if (in_out) q1->flags |= FMOE_QUANT_IN_OUT;
+    matmul(&l, c1, q1, w1, readable, in_out);
+    q1->flags &= ~(uint32_t)FMOE_QUANT_IN_OUT;
     if (decoded) fmoe_quantize(&first); /* whatever it says, it stays in bounds */
     fuzz_done();
     return 0;

@@ -154,7 +154,8 @@ TEST(struct_layouts)
            F(fmoe_unpermute_args, dy), F(fmoe_unpermute_args, dweights));
     STRUCT(fmoe_gmm_args, F(fmoe_gmm_args, size), F(fmoe_gmm_args, x), F(fmoe_gmm_args, w), F(fmoe_gmm_args, bias),
            F(fmoe_gmm_args, sizes), F(fmoe_gmm_args, y), F(fmoe_gmm_args, dy), F(fmoe_gmm_args, dx),
-           F(fmoe_gmm_args, dw), F(fmoe_gmm_args, dbias), F(fmoe_gmm_args, cumulative), F(fmoe_gmm_args, list));
+           F(fmoe_gmm_args, dw), F(fmoe_gmm_args, dbias), F(fmoe_gmm_args, cumulative), F(fmoe_gmm_args, list),
+           F(fmoe_gmm_args, quant));
     STRUCT(fmoe_activation_args, F(fmoe_activation_args, size), F(fmoe_activation_args, h), F(fmoe_activation_args, a),
            F(fmoe_activation_args, da), F(fmoe_activation_args, dh));
     STRUCT(fmoe_weights, F(fmoe_weights, w1), F(fmoe_weights, b1), F(fmoe_weights, w2), F(fmoe_weights, b2),

@@ -125,7 +125,7 @@ TEST(row02_struct_sizes)
     EACH_CALL(c)
     {
         for (int i = 0; i < 4; i++) {
-            const size_t args = c.a.size, run = c.run.size, wrong = (size_t[]){0, args - 8, 4097, SIZE_MAX}[i];
+            const size_t args = c.a.size, run = c.run.size, wrong = (size_t[]){0, 8, 4097, SIZE_MAX}[i];
             c.a.size = wrong;
             expect(&c, "args size", FMOE_ERR_ABI, FMOE_ERR_ABI, number((int64_t)args), fmoe_version_string());
             c.a.size = args;

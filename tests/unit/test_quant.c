@@ -17,16 +17,6 @@ static double reference(const quantised *w, int64_t e, int64_t n, int64_t k)
     return fmoe_ref_weight(&row, k);
 }
 
-/* Bits, but any NaN is as good as another. */
-static int64_t differences(const fmoe_tensor *a, const fmoe_tensor *b)
-{
-    int64_t n = 0;
-    const size_t size = fmoe_dtype_size(fmoe_tensor_dtype(a));
-    for (int64_t i = 0; i < tensor_count(a); i++)
-        n += memcmp(tensor_at(a, i), tensor_at(b, i), size) && !(isnan(tensor_get(a, i)) && isnan(tensor_get(b, i)));
-    return n;
-}
-
 TEST(every_level_decodes_as_the_reference_does)
 {
     for (int level = 0; level < fmoe_cpu_level_count() && fmoe_cpu_level_available(level); level++) {
@@ -98,23 +88,6 @@ static results run_layer(const layer *l)
     CHECK_STATUS(fmoe_experts_backward(plan, &a, &run), FMOE_OK);
     fmoe_plan_destroy(&plan);
     return r;
-}
-
-/* The slices of every tensor of a descriptor, for lists. */
-static fmoe_quant *quant_slices(const fmoe_quant *q, int64_t E)
-{
-    fmoe_quant *list = test_alloc(sizeof *list);
-    *list = *q;
-    list->scale = tensor_slices((fmoe_tensor *)(uintptr_t)q->scale);
-    if (q->zeros) list->zeros = tensor_slices((fmoe_tensor *)(uintptr_t)q->zeros);
-    if (q->scale2) {
-        fmoe_tensor *ones = test_alloc((size_t)E * sizeof *ones);
-        for (int64_t e = 0; e < E; e++)
-            ones[e] =
-                *tensor_over((float *)q->scale2->data + (q->scale2->shape[0] > 1 ? e : 0), FMOE_F32, SHAPE(1), NULL);
-        list->scale2 = ones;
-    }
-    return list;
 }
 
 static void compare_layers(const char *level, int f, int64_t H, int64_t I, int64_t T, int dtype, bool large)

@@ -77,16 +77,17 @@ static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
     __builtin_prefetch(m->scale + first * (int64_t)fmoe_dtype_size(m->scale_dtype), 0, 2);
 }
 
-void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart, const fmoe_code_block *ahead)
+void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart,
+                 const fmoe_code_block *ahead)
 {
     const fmoe_stack *s = b->v->coded;
     fmoe_coded now = coded_at(b->v);
     const fmoe_coded then = ahead ? coded_at(ahead->v) : now;
-    now.for_pairs = k->gemm_bf16 && s->dtype == FMOE_BF16;
+    now.for_pairs = cpu->pairs;
     const code_rows r = rows_of(b), next = ahead ? rows_of(ahead) : (code_rows){0, 0, 0, 0};
     const int64_t step = apart * (int64_t)fmoe_dtype_size(s->dtype);
     for (int64_t i = 0; i < r.rows; i++) {
         if (i < next.rows) prefetch_codes(&then, &next, i);
-        k->dequant((char *)to + i * step, s->dtype, &now, r.row + i, r.from, r.length);
+        cpu->k.dequant((char *)to + i * step, s->dtype, &now, r.row + i, r.from, r.length);
     }
 }

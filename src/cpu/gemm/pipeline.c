@@ -173,7 +173,7 @@ static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s, const fmoe_step
         fmoe_code_block then = {NULL, 0, 0, 0, 0};
         if (ahead)
             then = (fmoe_code_block){&ahead->v[i < ahead->n_v ? i : 0], ahead->n0, ahead->n, ahead->k0, ahead->kc};
-        fmoe_decode(&pipe->cpu->k, &now, to, apart, ahead ? &then : NULL);
+        fmoe_decode(pipe->cpu, &now, to, apart, ahead ? &then : NULL);
         v->coded = NULL;
         v->sn = swap ? 1 : apart;
         v->sk = swap ? apart : 1;

@@ -14,7 +14,7 @@ fmoe_view fmoe_stack_at(const fmoe_stack *s, int64_t e)
     const int d = s->list ? 0 : 1; /* the N dimension */
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     if (s->quant) {
-        const int64_t N = s->rows ? s->rows : t->shape[d], K = s->K;
+        const int64_t N = s->rows ? s->rows : t->shape[d], K = s->like ? s->like[e].shape[1] : s->K;
         const fmoe_view k_major = {.N = N, .K = K, .sn = K, .sk = 1, .coded = s, .e = e},
                         n_major = {.N = K, .K = N, .sn = 1, .sk = K, .coded = s, .e = e};
         return s->swap ? n_major : k_major;

@@ -28,7 +28,8 @@ typedef struct fmoe_stack {
     int dtype;
     const fmoe_quant *quant; /* t holds codes of K columns, dtype is what they are decoded to; NULL: t holds weights */
     int64_t K;
-    fmoe_view prepacked; /* of expert 0, where its block is not 0; each of the others `expert` bytes on */
+    const fmoe_tensor *like; /* of a list: tensors with as many columns as each has codes in a row; NULL: K of all */
+    fmoe_view prepacked;     /* of expert 0, where its block is not 0; each of the others `expert` bytes on */
     int64_t expert;
 } fmoe_stack;
 
@@ -54,7 +55,7 @@ typedef struct fmoe_code_block {
     const fmoe_view *v;
     int64_t n0, n, k0, kc;
 } fmoe_code_block;
-void fmoe_decode(const fmoe_kernels *k, const fmoe_code_block *b, void *to, int64_t apart,
+void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart,
                  const fmoe_code_block *ahead);
 
 /* ---- single rows and elements ---- */

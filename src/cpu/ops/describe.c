@@ -286,6 +286,11 @@ static void add_products(description *d, const char *when, bool whole, bool firs
     if (first) add_adapters(d, &up, down, da, &dx);
 }
 
+static void add_quantised(description *d)
+{
+    add_always(d, "quantised weights", BIT(dequant) | (d->cpu->pairs ? BIT(gemm_coded_few_rows_bf16) : 0));
+}
+
 static void describe_experts(description *d)
 {
     const fmoe_plan_impl *p = d->p;
@@ -309,8 +314,7 @@ static void describe_experts(description *d)
                         .before = widened ? load_bit(d->dtype) : 0};
     add_products(d, interleaved ? "in stacks" : NULL, interleaved || !p->gated, true, &down, &da);
     if (interleaved && !(D->flags & FMOE_BIAS)) add_products(d, "in lists", false, false, &down, &da);
-    if (D->flags & FMOE_QUANT)
-        add_always(d, "quantised weights", BIT(dequant) | (d->cpu->pairs ? BIT(gemm_coded_few_rows_bf16) : 0));
+    if (D->flags & FMOE_QUANT) add_quantised(d);
     add_always(d, "activation", BIT(act_block));
     add_always(d, D->flags & FMOE_RECOMPUTE ? "h made again" : "h kept", store_block_bit(d->dtype));
     if (D->flags & FMOE_BIAS) add_biases(d);
@@ -335,6 +339,7 @@ static void describe_gmm(description *d)
     product dx = {.name = "dx", .N = D->K, .K = D->N, .sk = {0, D->K, 1}, .matrices = 1};
     if (!D->N) y.sk[IN_OUT] = dx.sk[OUT_IN] = FMOE_NB;
     add_product(d, &y);
+    if (D->flags & FMOE_QUANT) add_quantised(d);
     add_biases(d);
     if (d->dtype != FMOE_F32) add_always(d, OWN(d, "y or dx"), store_bit(d->dtype));
     add_always(d, STORED(d->dtype, "dx added to"), BIT(axpy) | load_bit(d->dtype));

@@ -48,6 +48,24 @@ static fmoe_stack gmm_stack(const fmoe_gmm_args *a, const fmoe_tensor *w, bool s
     return (fmoe_stack){.t = w, .list = a->list, .swap = swap, .dtype = fmoe_tensor_dtype(w)};
 }
 
+/* Quantised, rows of codes are along N (FMOE_QUANT_IN_OUT: along K) and what products want in the forward (backward)
+ * as they are. x and y: the rows that have K and N columns. */
+static fmoe_stack gmm_w(const fmoe_plan_impl *p, const fmoe_gmm_args *a, bool back, const fmoe_tensor *x,
+                        const fmoe_tensor *y)
+{
+    if (!a->quant) return gmm_stack(a, a->w, !back);
+    const bool in_out = a->quant->flags & FMOE_QUANT_IN_OUT;
+    return (fmoe_stack){.t = a->w,
+                        .list = a->list,
+                        .swap = back != in_out,
+                        .dtype = p->d.dtype,
+                        .quant = a->quant,
+                        .K = in_out ? p->d.N : p->d.K,
+                        .like = !a->list ? NULL
+                                : in_out ? y
+                                         : x};
+}
+
 /* Where a block of results goes: y (with bias) or dx (added to, if asked). */
 typedef struct gmm_epilogue_ctx {
     const fmoe_cpu_plan *cpu;
@@ -90,7 +108,7 @@ fmoe_status fmoe_cpu_gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a
                                .g = &b.g,
                                .scratch = b.scratch,
                                .a = gmm_rows_of(a, a->x),
-                               .w = {gmm_stack(a, a->w, true)},
+                               .w = {gmm_w(p, a, false, a->x, a->y)},
                                .n_w = 1,
                                .epilogue = gmm_epilogue,
                                .ctx = &ctx};
@@ -122,7 +140,7 @@ fmoe_status fmoe_cpu_gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *
                                    .g = &b.g,
                                    .scratch = b.scratch,
                                    .a = dy,
-                                   .w = {gmm_stack(a, a->w, false)},
+                                   .w = {gmm_w(p, a, true, a->dx, a->dy)},
                                    .n_w = 1,
                                    .epilogue = gmm_epilogue,
                                    .ctx = &ctx};

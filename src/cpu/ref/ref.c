@@ -195,6 +195,19 @@ static ref_mat gmm_weight(const fmoe_gmm_args *a, const fmoe_tensor *t, int64_t 
     return a->list ? ref_matrix(&t[g]) : ref_slice(t, g);
 }
 
+/* w[g][k, n]. Quantised, a row of codes is a column of w, or with FMOE_QUANT_IN_OUT a row of it. */
+static double gmm_w_at(const fmoe_gmm_args *a, int64_t g, int64_t k, int64_t n)
+{
+    const fmoe_quant *q = a->quant;
+    if (!q) return ref_get(ref_row(gmm_weight(a, a->w, g), k), n);
+    const bool in_out = q->flags & FMOE_QUANT_IN_OUT;
+    const int64_t row = in_out ? k : n;
+    ref_vec codes = ref_row(gmm_weight(a, a->w, g), row);
+    codes.quant = q, codes.e = g, codes.n = row, codes.list = a->list;
+    codes.N = a->list ? a->w[g].shape[0] : a->w->shape[1];
+    return ref_get(codes, in_out ? n : k);
+}
+
 static ref_vec gmm_bias(const fmoe_gmm_args *a, const fmoe_tensor *t, int64_t g)
 {
     return a->list ? ref_vector(&t[g]) : ref_row(ref_matrix(t), g);
@@ -250,12 +263,13 @@ static fmoe_status gmm_forward(const fmoe_plan_impl *p, const fmoe_gmm_args *a, 
     FMOE_TRY(check_sizes(p, a, a->y));
     for (int64_t g = 0, begin = 0, end = 0; g < p->d.E; g++) {
         gmm_group(a, a->y, g, &begin, &end);
-        const ref_mat x = gmm_rows(a, a->x, g), w = gmm_weight(a, a->w, g), y = gmm_rows(a, a->y, g);
+        const ref_mat x = gmm_rows(a, a->x, g), y = gmm_rows(a, a->y, g);
         const int64_t K = (a->list ? &a->x[g] : a->x)->shape[1], N = (a->list ? &a->y[g] : a->y)->shape[1];
         for (int64_t r = begin; r < end; r++) {
             for (int64_t n = 0; n < N; n++) {
-                const double b = a->bias ? ref_get(gmm_bias(a, a->bias, g), n) : 0;
-                ref_set(ref_row(y, r), n, ref_dot(ref_row(x, r), ref_col(w, n), K) + b);
+                double sum = 0;
+                for (int64_t k = 0; k < K; k++) sum += ref_get(ref_row(x, r), k) * gmm_w_at(a, g, k, n);
+                ref_set(ref_row(y, r), n, sum + (a->bias ? ref_get(gmm_bias(a, a->bias, g), n) : 0));
             }
         }
     }
@@ -277,10 +291,11 @@ static fmoe_status gmm_backward(const fmoe_plan_impl *p, const fmoe_gmm_args *a,
         const ref_mat dy = gmm_rows(a, a->dy, g);
         const int64_t N = (a->list ? &a->dy[g] : a->dy)->shape[1];
         for (int64_t r = begin; a->dx && r < end; r++) {
-            const ref_mat w = gmm_weight(a, a->w, g);
             const ref_vec dx = ref_row(gmm_rows(a, a->dx, g), r);
             for (int64_t k = 0; k < (a->list ? &a->dx[g] : a->dx)->shape[1]; k++) {
-                ref_set(dx, k, ref_dot(ref_row(dy, r), ref_row(w, k), N) + (add_dx ? ref_get(dx, k) : 0));
+                double sum = 0;
+                for (int64_t n = 0; n < N; n++) sum += ref_get(ref_row(dy, r), n) * gmm_w_at(a, g, k, n);
+                ref_set(dx, k, sum + (add_dx ? ref_get(dx, k) : 0));
             }
         }
         if (accumulate && begin == end) continue;
@@ -471,4 +486,5 @@ const fmoe_backend fmoe_backend_reference = {
     .activation = {activation_forward, activation_backward},
     .experts = {fmoe_ref_experts_forward, fmoe_ref_experts_backward},
     .quant = true,
+    .quant_gmm = true,
 };

@@ -53,10 +53,6 @@ static inline ref_vec ref_row(ref_mat m, int64_t i)
 {
     return (ref_vec){.p = ref_at(m.p, m.dtype, i * m.s0), .stride = m.s1, .dtype = m.dtype};
 }
-static inline ref_vec ref_col(ref_mat m, int64_t j)
-{
-    return (ref_vec){.p = ref_at(m.p, m.dtype, j * m.s1), .stride = m.s0, .dtype = m.dtype};
-}
 static inline ref_vec ref_buffer(double *p) { return (ref_vec){.p = p, .stride = 1, .dtype = FMOE_F64}; }
 
 /* A tensor of rank 1 or 2, and matrix e of a stack [E,.,.]. */

@@ -16,6 +16,8 @@ from torch.compiler import is_compiling
 from . import checks, ops
 from .enums import Activation, Score
 from .quant import experts as quantised
+from .quant import matmul as quantised_matmul
+from .quant.tensor import QuantTensor
 
 
 def compute_dtype(x: Tensor, w: Tensor) -> torch.dtype:
@@ -354,6 +356,9 @@ def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Seque
     if group_list.shape != weight.shape[:1]:
         raise ValueError(f"grouped_matmul: group_list has the shape {list(group_list.shape)}, weight has E = {weight.shape[0]} groups")
     dtype = compute_dtype(x, weight)
+    ctx.coded = None
+    if isinstance(weight, QuantTensor):
+        return quantised_matmul.forward(ctx, x, weight, group_list, bias, dtype)
     xc, wc = x.to(dtype), weight.to(dtype)
     ctx.save_for_backward(xc, wc, group_list)
     ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -363,6 +368,9 @@ def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Seque
 
 def _gmm_backward(ctx: Any, dy: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
     _no_second_derivative()
+    if ctx.coded:
+        dx, db = quantised_matmul.backward(ctx, dy, wanted[0], wanted[2])
+        return [dx, None, db]
     x, w, sizes = ctx.saved_tensors
     grads = ops.spread(ops.grouped_matmul_backward(x, w, sizes, dy.to(x.dtype), _mask(wanted), 0), wanted)
     return [g if g is None else g.to(d) for g, d in zip(grads, ctx.dtypes, strict=True)]
@@ -395,7 +403,8 @@ class _BiasedGmm(torch.autograd.Function):
 def grouped_matmul(x: Tensor, weight: Tensor, group_list: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
     """y[r] = x[r] . weight[g] + bias[g], g the group of row r: x [R,K], weight [E,K,N] in any layout, bias [E,N] or None -> [R,N].
 
-    group_list: [E], how many rows each group has, in their order; rows after the last group are 0. Differentiable.
+    group_list: [E], how many rows each group has, in their order; rows after the last group are 0. Differentiable, but for a weight
+    that is a QuantTensor: codes [E,N,K] of a linear layer are passed as ``weight.turned()``.
     Computed in autocast's dtype where that is on, else in weight's. Returns x's dtype.
     """
     y: Tensor = GmmFunction.apply(x, weight, group_list) if bias is None else _BiasedGmm.apply(x, weight, group_list, bias)  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from torch.library import opcheck
 import fusedmoe
 from fusedmoe import GmmFunction, HybridGmmFunction, QuantTensor, _core, ops
 from fusedmoe.quant import experts as quant_experts
-from fusedmoe.quant import operators
+from fusedmoe.quant import matmul, operators
 
 T, H, I, E, k = 5, 6, 4, 3, 2
 RULE = (0, 1, 0, 0, 0, 0)
@@ -80,6 +80,10 @@ def all_ops():
     yield ops.grouped_matmul_backward, (xp, w, counts, y, 7, 0)
     yield ops.grouped_matmul_list, (*lists, [])
     yield ops.grouped_matmul_list_backward, (*lists, [y[:3], y[3:]], 3)
+    grid = torch.rand(E, 1, 1)
+    turned = torch.randint(0, 255, (E, 4, H), dtype=torch.uint8), [grid, grid.half()], [E, H, 4, 2, 0, 0, 0, 0, 1, 0], 0.0
+    yield matmul.grouped_matmul_coded, (xp, *turned, [torch.randn(E, 4)], counts.cumsum(0), 1)
+    yield matmul.grouped_matmul_coded_backward, (y, *turned, counts, 5, 0)
     yield ops.activation, (h, *plain)
     yield ops.activation_backward, (h, torch.randn(T, I), *plain)
     yield ops.block_forward, block

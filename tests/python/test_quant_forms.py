@@ -62,6 +62,36 @@ def test_outputs_and_gradients_are_those_of_decoded_weights(form, format):
         assert torch.equal(fusedmoe.experts(x, ids, p, coded, flags=int(flags), lora=lora), results[1][0])
 
 
+@pytest.mark.parametrize("turned", [True, False])
+@pytest.mark.parametrize("format", [*FORMATS, "zeros"])
+def test_a_grouped_matmul_is_that_of_decoded_weights(turned, format):
+    """Codes [E,out,in], passed turned, and codes [E,in,out]; the weights that are decoded lie as the codes do."""
+    g = torch.Generator().manual_seed(6)
+    make = asymmetric if format == "zeros" else lambda w: QuantTensor.from_weights(w, format)
+    w = make(draw(g, E, 96, 64, grad=False))
+    coded, plain = (w.turned(), w.dequantize().mT) if turned else (w, w.dequantize())
+    x, bias = draw(g, 12, coded.shape[1]), torch.randn(E, coded.shape[2], generator=g).requires_grad_()
+    sizes, results = torch.tensor([3, 0, 1, 6]), []
+    for weight in (coded, plain):
+        y, z = fusedmoe.grouped_matmul(x, weight, sizes, bias), fusedmoe.GmmFunction.apply(x, weight, sizes)
+        assert y.dtype == x.dtype and not y[10:].any()
+        results.append([y, z, *torch.autograd.grad((y.float() * z).sum(), (x, bias))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_grouped_matmul_in_a_compiled_graph_and_its_errors():
+    g = torch.Generator().manual_seed(7)
+    w, x, sizes = QuantTensor.from_weights(draw(g, E, 32, 64, grad=False), "nf4"), draw(g, 8, 64), torch.tensor([2, 2, 2, 2])
+    run = lambda x: fusedmoe.grouped_matmul(x * 2, w.turned(), sizes).relu()
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x), run(x))
+    with pytest.raises(ValueError, match=r"x is \[8, 64\], weight is \[4, 32, 64\]"):
+        fusedmoe.grouped_matmul(x, w, sizes)
+    w.requires_grad_()
+    with pytest.raises(ValueError, match="weight is quantised and requires a gradient"):
+        fusedmoe.grouped_matmul(x, w.turned().requires_grad_(), sizes)
+
+
 class Layer(torch.nn.Module):
     def __init__(self, format):
         super().__init__()

@@ -19,6 +19,15 @@ info, cpu_isa, empty_cache = _core.info, _core.cpu_isa, _core.empty_cache
 if "transformers.integrations.moe" in _sys.modules:
     _register()
 
+
+def __getattr__(name: str) -> object:
+    if name == "QuantConfig":  # which imports transformers
+        from .integrations.transformers import quant_config
+
+        return quant_config()
+    raise AttributeError(f"module 'fusedmoe' has no attribute {name!r}")
+
+
 __all__ = [
     "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block", "cpu_isa",
     "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "quantize", "report", "route",

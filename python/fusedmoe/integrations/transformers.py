@@ -66,7 +66,20 @@ def register(replace_default: bool = False) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None and hasattr(modeling, "PreTrainedModel"):
         _accept_name(modeling.PreTrainedModel)
+        quant_config()  # so that from_pretrained knows what save_pretrained wrote
     return True
+
+
+def quant_config() -> type:
+    """``fusedmoe.QuantConfig``, in transformers' tables from then on."""
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise NotImplementedError(f"fusedmoe.QuantConfig needs transformers 5, this is {transformers.__version__}, where experts are "
+                                  "Linears: load them with BitsAndBytesConfig; fusedmoe.apply(model) runs them as they are")  # fmt: skip
+    from ..quant.loading import QuantConfig
+
+    return QuantConfig
 
 
 def _accept_name(cls: type) -> None:

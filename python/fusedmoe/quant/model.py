@@ -2,7 +2,11 @@
 """Quantised experts in a model: made layer by layer, put back, saved and loaded, described."""
 
 import json
+import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +14,35 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..integrations import layers
+from . import origin
 from .formats import HALVES, Format, by_name
 from .tensor import QuantTensor
 
-_NAMES = "gate_up_proj", "up_proj", "down_proj"
+NAMES = "gate_up_proj", "up_proj", "down_proj"
+PARTS = "scale", "scale2", "zeros", "quant"  # beside the codes, in a state_dict
+
+
+def can_be_quantised(module: nn.Module) -> bool:
+    """Whether it is an experts module with stacked weights that the fused layer computes."""
+    known = layers.is_v5_experts(module) and not layers.misfit(module)
+    return known and (layers.known(module) or layers.look_at(module)).path == "fused"
+
+
+def bytes_a_weight(format: str) -> float:
+    """Codes and scales of a large matrix."""
+    f = by_name(format)
+    return f.bits / 8 + f.scale_dtype.itemsize / (max(f.rows, 1) * (f.cols or 2048))
+
+
+def quantised(module: nn.Module, name: str, w: Tensor, format: str) -> QuantTensor:
+    """A stack of a module's, quantised. It may be stored [E,in,out]: then its codes lie [E,out,in]."""
+    own, turned = by_name(format), vars(module).get("is_transposed", False)
+    rows = w.shape[2 if turned else 1]
+    concatenated = name == "gate_up_proj" and vars(module).get("is_concatenated", True)
+    if concatenated and own.rows > 1 and rows // 2 % own.rows:
+        own = own._replace(flags=own.flags | HALVES)
+    made = QuantTensor.from_weights(w.detach().transpose(1, 2) if turned else w.detach(), own)
+    return made.turned() if turned else made
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -24,7 +53,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _stacks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name in _NAMES:
+    for name in NAMES:
         w = module._parameters.get(name)
         if w is not None:
             yield name, w
@@ -32,10 +61,37 @@ def _stacks(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _put(module: nn.Module, name: str, w: Tensor) -> None:
     module._parameters[name] = nn.Parameter(w, requires_grad=False)
+    _watch(module)
+
+
+def _watch(module: nn.Module) -> None:
+    """Hooks for state_dict and load_state_dict, and words for print(model)."""
     if not vars(module).get("_fmoe_quant_hooks"):
         hooks = module.register_state_dict_post_hook(_split), module.register_load_state_dict_pre_hook(_join)
-        vars(module)["_fmoe_quant_hooks"] = hooks
+        vars(module).update(_fmoe_quant_hooks=hooks, extra_repr=partial(_extra_repr, module))
     vars(module).pop("_fmoe_layer", None)  # it is looked at again
+
+
+def watch(model: nn.Module) -> None:
+    """Let every module with quantised stacks give plain tensors to a state_dict, and say what it holds."""
+    for module in model.modules():
+        if any(isinstance(w, QuantTensor) for _, w in _stacks(module)):
+            _watch(module)
+
+
+def _words(module: nn.Module) -> list[str]:
+    """What the stacks of a module are."""
+    found = []
+    for name, w in _stacks(module):
+        n = w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
+        kind = w.format.name if isinstance(w, QuantTensor) else str(w.dtype).removeprefix("torch.")
+        found.append(f"{name} {kind} {list(w.shape)} {n / 2**20:.1f} MiB")
+    return found
+
+
+def _extra_repr(module: nn.Module) -> str:
+    own = type(module).extra_repr(module)
+    return ", ".join([*([own] if own else []), *_words(module), f"fusedmoe: {layers.layer_of(module).path}"])
 
 
 def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
@@ -46,11 +102,8 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
     """
     from ..integrations.transformers import apply
 
-    chosen = by_name(format)
+    by_name(format)
     found = list(_experts(model))
-    for name, module in found:
-        if vars(module).get("is_transposed", False):
-            raise NotImplementedError(f"quantize: {name} ({type(module).__name__}) stores its weights [E, in, out]; expected [E, out, in]")
     if not found:
         raise ValueError("quantize: the model has no stacked experts that fusedmoe knows")
     for name, module in found:
@@ -58,12 +111,12 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
             why = layers.look_at(module).why
             raise NotImplementedError(f"quantize: {name} ({type(module).__name__}) is not computed in the fused layer: {why}")
         for of, w in _stacks(module):
-            if isinstance(w, QuantTensor):
-                continue
-            concatenated = of == "gate_up_proj" and vars(module).get("is_concatenated", True)
-            halves = concatenated and chosen.rows > 1 and w.shape[1] // 2 % chosen.rows
-            own = chosen._replace(flags=chosen.flags | HALVES) if halves else chosen
-            _put(module, of, QuantTensor.from_weights(w.data, own))
+            if not isinstance(w, QuantTensor):
+                _put(module, of, quantised(module, of, w, format))
+    if sys.modules.get("transformers.quantizers.auto") and hasattr(model, "save_pretrained"):
+        from .loading import mark  # which imports transformers' quantizers
+
+        mark(model, format=format)
     return apply(model)
 
 
@@ -79,14 +132,10 @@ def adopt(model: nn.Module) -> int:
         for name, w in stored:
             scale, block = module._parameters[f"{name}_scale_inv"], module.block_size or (0, 0)
             _put(module, name, QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block)))
+            vars(module).setdefault("_fmoe_origin", {})[name] = origin.Beside(name)
             scale.requires_grad_(False)
         found += bool(stored)
     return found
-
-
-def _as_it_came(module: nn.Module, name: str) -> bool:
-    """The scales are parameters of the module's own."""
-    return f"{name}_scale_inv" in module._parameters
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -95,54 +144,77 @@ def dequantize(model: nn.Module) -> nn.Module:
         for name, w in list(_stacks(module)):
             if isinstance(w, QuantTensor):
                 module._parameters[name] = nn.Parameter(w.dequantize(), requires_grad=False)
-        for hook in vars(module).pop("_fmoe_quant_hooks", ()):
+        own = vars(module)
+        for hook in own.pop("_fmoe_quant_hooks", ()):
             hook.remove()
-            vars(module).pop("_fmoe_layer", None)
+            for attribute in ("_fmoe_layer", "_fmoe_origin", "extra_repr"):
+                own.pop(attribute, None)
+    for inner in model.modules():
+        if "_fmoe_conversions" in vars(inner):
+            from .loading import unmark
+
+            unmark(inner)
     return model
 
 
 # ---- state_dict: plain tensors, so that safetensors can hold them ---------------------------------------------------------
-_PARTS = "scale", "scale2", "quant"
+_own_names = threading.local()
+
+
+@contextmanager
+def own_names(model: nn.Module) -> Iterator[None]:
+    """While it is on, state_dict names stacks as ``quantize`` does, wherever they came from."""
+    _own_names.now = True
+    try:
+        yield
+    finally:
+        _own_names.now = False
+
+
+def _origin(module: nn.Module, name: str) -> origin.Origin | None:
+    return None if getattr(_own_names, "now", False) else vars(module).get("_fmoe_origin", {}).get(name)
 
 
 def _split(module: nn.Module, state: dict, prefix: str, _: Any) -> None:
-    """gate_up_proj becomes its codes, gate_up_proj.scale its scales, gate_up_proj.quant what they mean."""
+    """gate_up_proj becomes its codes, gate_up_proj.scale its scales, gate_up_proj.quant what they mean; or what a checkpoint held."""
     for name, w in _stacks(module):
         if not isinstance(w, QuantTensor) or prefix + name not in state:
             continue
-        if _as_it_came(module, name):
-            state[prefix + name] = w.codes.view(torch.float8_e4m3fn)
+        if (where := _origin(module, name)) is not None:
+            del state[prefix + name]
+            state |= {prefix + key: t for key, t in where.write(w).items()}
             continue
         format = [*w.format[:7], str(w.format.scale_dtype), w.format.scale2]
-        meaning = json.dumps({"format": format, "shape": list(w.shape), "dtype": str(w.dtype)})
+        meaning = json.dumps({"format": format, "shape": list(w.shape), "dtype": str(w.dtype), "transposed": w.transposed})
         state[prefix + name] = w.codes
-        state[f"{prefix}{name}.scale"] = w.scale
+        state |= {f"{prefix}{name}.{part}": t for part, t in w.parts().items() if part != "codes"}
         state[f"{prefix}{name}.quant"] = torch.tensor(list(meaning.encode()), dtype=torch.uint8)
-        if w.scale2 is not None:
-            state[f"{prefix}{name}.scale2"] = w.scale2
 
 
 def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def from_state(codes: Tensor, scale: Tensor, quant: Tensor, scale2: Tensor | None = None) -> QuantTensor:
+def from_state(codes: Tensor, scale: Tensor, quant: Tensor, scale2: Tensor | None = None, zeros: Tensor | None = None) -> QuantTensor:
     """A stack, from what a state_dict holds of it."""
     told = json.loads(bytes(quant.tolist()).decode())
     fields = *told["format"][:7], _dtype(told["format"][7]), *told["format"][8:]
-    return QuantTensor(codes, scale, Format._make(fields), torch.Size(told["shape"]), _dtype(told["dtype"]), scale2)
+    shape, transposed = torch.Size(told["shape"]), told.get("transposed", False)
+    return QuantTensor(codes, scale, Format._make(fields), shape, _dtype(told["dtype"]), scale2, zeros, transposed)
 
 
 def _join(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
     for name, w in list(_stacks(module)):
-        key = prefix + name
-        if key in state and isinstance(w, QuantTensor) and _as_it_came(module, name) and state[key].dtype == torch.float8_e4m3fn:
+        key, where = prefix + name, _origin(module, name)
+        if f"{key}.quant" in state:
+            made = from_state(state.pop(key), **{p: state.pop(f"{key}.{p}") for p in PARTS if f"{key}.{p}" in state})
+            vars(module).get("_fmoe_origin", {}).pop(name, None)
+        elif isinstance(where, origin.Beside) and isinstance(w, QuantTensor) and key in state and state[key].dtype == torch.float8_e4m3fn:
             w.codes.view(torch.float8_e4m3fn).copy_(state[key])
             state[key] = w
-        if f"{key}.quant" not in state:
             continue
-        parts = {part: state.pop(f"{key}.{part}", None) for part in _PARTS}
-        made = from_state(state.pop(key), parts["scale"], parts["quant"], parts["scale2"])
+        elif where is None or isinstance(where, origin.Beside) or (made := where.take(state, prefix, w.dtype)) is None:
+            continue
         if made.shape != w.shape:
             raise ValueError(f"load_state_dict: {key} is quantised weights of {list(made.shape)}, the module has {list(w.shape)}")
         module._parameters[name] = nn.Parameter(made.map(torch.clone), requires_grad=False)
@@ -168,12 +240,9 @@ def describe(model: Any, *args: Any, **kwargs: Any) -> str:
         stacks = list(_stacks(module))
         if not stacks or not hasattr(module, "_apply_gate"):
             continue
-        words = []
-        for of, w in stacks:
-            n = w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
-            kind = w.format.name if isinstance(w, QuantTensor) else str(w.dtype).removeprefix("torch.")
-            words.append(f"{of} {kind} {n / 2**20:.1f} MiB")
-            held, plain = held + n, plain + w.numel() * w.element_size()
-        lines.append(f"{name} ({type(module).__name__}): {', '.join(words)}; {layers.look_at(module).path}")
+        for _, w in stacks:
+            held += w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
+            plain += w.numel() * w.element_size()
+        lines.append(f"{name} ({type(module).__name__}): {', '.join(_words(module))}; {layers.look_at(module).path}")
     lines.append(f"{len(lines)} layers: {held / 2**20:.1f} MiB of experts, {plain / 2**20:.1f} as plain weights")
     return "\n".join(lines)

@@ -5,6 +5,7 @@
 
 Each way runs in processes of its own. `peak` is the largest anonymous memory of a process (of two: of each) beyond what it had before it
 loaded, and `held` what it has when all is done, both as multiples of the checkpoint. Pages of the file itself are the page cache's.
+ZeRO-3 is measured where DeepSpeed is installed (`pip install deepspeed`; here on its CPU accelerator, over gloo).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 SIZES = dict(vocab_size=1024, hidden_size=512, moe_intermediate_size=384, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
@@ -98,12 +100,33 @@ def transformers_plan(folder):
     return fusedmoe.apply(plain(folder, distributed_config=DistributedConfig(fsdp_size=2)))
 
 
+def _zero3(load, folder):
+    """transformers sees the configuration and cuts up while it loads: the first process reads, one stacked tensor after the other."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    kept = HfDeepSpeedConfig(config)  # transformers has a weak reference to it
+    model = load(folder)
+    assert kept.is_zero3() and model.model.layers[0].mlp.experts.down_proj.ds_tensor is not None
+    return model
+
+
+def zero3_plain(folder):
+    return _zero3(plain, folder)
+
+
+def zero3_ours(folder):
+    return _zero3(ours, folder)
+
+
 WAYS = {
     "from_pretrained, eager": (1, plain),
     "from_pretrained, fusedmoe": (1, ours),
     "2 processes, each loads, FSDP2": (2, every_process),
     "2 processes, the first loads, FSDP2": (2, first_process),
     "2 processes, DistributedConfig(fsdp_size=2)": (2, transformers_plan),
+    "2 processes, ZeRO-3, eager": (2, zero3_plain),
+    "2 processes, ZeRO-3, fusedmoe": (2, zero3_ours),
 }
 
 
@@ -123,7 +146,11 @@ def child(folder: str, way: str, out: str) -> None:
     with tempfile.TemporaryDirectory() as other:
         small.save_pretrained(other)
         plain(other)
-    if processes > 1:
+    if "ZeRO-3" in way:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    elif processes > 1:
         torch.distributed.init_process_group("gloo")
     peak = Peak()
     peak.start()
@@ -146,7 +173,8 @@ def measure(folder: str, way: str) -> list[list[int]]:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
         s.close()
-        env = dict(os.environ, WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MALLOC_TRIM_THRESHOLD_="0")
+        env = dict(os.environ, WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), MALLOC_TRIM_THRESHOLD_="0",
+                   DS_ACCELERATOR="cpu")  # fmt: skip
         command = [sys.executable, __file__, "--child", folder, way, out]
         running = [subprocess.Popen(command, env=dict(env, RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(processes)]
         if any(p.wait(timeout=300) for p in running):
@@ -177,6 +205,9 @@ def main() -> None:
         assert any(".experts.0.gate_proj." in name for name in names), "one tensor an expert"
         rows = []
         for way in WAYS:
+            if "ZeRO-3" in way and find_spec("deepspeed") is None:
+                print(f"{way:43}  not measured: DeepSpeed is not installed")
+                continue
             found = measure(folder, way)
             peaks, held = ("/".join(f"{one[i] / size:.2f}" for one in found) for i in (0, 1))
             rows.append(dict(way=way, checkpoint_mib=size >> 20, peak=peaks, held=held))

@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism over gloo: 2, 3 and 4 processes compute what one computes.
-
-One set of processes makes all checks, one after the other, and writes what it found; the tests read it. In each process:
-``python test_expert_parallel.py folder rank ranks [check ...]`` (also the way to look at a failure by hand).
-"""
+"""Expert parallelism over gloo: 2, 3 and 4 processes compute what one computes (processes.py)."""
 
 import copy
-import json
 import os
 import random
-import socket
-import subprocess
 import sys
 import time
-import traceback
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedmoe
+import processes
 from common import V5, tiny
 from fusedmoe import Flag, distributed
 from fusedmoe.distributed import forecast
@@ -340,60 +333,20 @@ CHECKS = {
 }
 
 
-def main(folder: str, rank: int, ranks: int, *only: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
-    try:
-        for check in [c for c in CHECKS[ranks] if not only or c.__name__ in only]:
-            began = time.monotonic()
-            try:
-                check(rank, ranks, folder)
-                found[check.__name__] = round(time.monotonic() - began, 2)
-            except BaseException:
-                found[check.__name__] = traceback.format_exc()
-                break  # the others may be waiting in a collective of this check
-            if check is not late_rank:
-                dist.barrier()
-    finally:
-        with open(f"{folder}/{rank}.json", "w") as f:
-            json.dump(found, f)
-    os._exit(0)  # a group that met a deadline may wait in its destructor
-
-
 _found: dict[int, list[dict]] = {}
 
 
 def _run(ranks, tmp_path_factory):
     if ranks != 4:
         _run(4, tmp_path_factory)  # which saves what the others load
-    if ranks in _found:
-        return _found[ranks]
-    folder = tmp_path_factory.getbasetemp() / f"ep{ranks}"
-    folder.mkdir()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = dict(os.environ, WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    every = [subprocess.Popen([sys.executable, __file__, str(folder), str(r), str(ranks)], env=dict(env, RANK=str(r), LOCAL_RANK=str(r)),
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in range(ranks)]  # fmt: skip
-    try:
-        texts = [p.communicate(timeout=240)[0] for p in every]
-    finally:
-        for p in every:
-            p.kill()
-            p.wait()
-    files = [folder / f"{r}.json" for r in range(ranks)]
-    assert all(f.exists() for f in files), "\n".join(texts)
-    _found[ranks] = [json.loads(f.read_text()) for f in files]
+    if ranks not in _found:
+        _found[ranks] = processes.spawn(__file__, tmp_path_factory.getbasetemp() / f"ep{ranks}", ranks)
     return _found[ranks]
 
 
 @pytest.mark.parametrize(("ranks", "check"), [(n, c.__name__) for n, checks in CHECKS.items() for c in checks])
 def test_processes(tmp_path_factory, ranks, check):
-    for rank, one in enumerate(_run(ranks, tmp_path_factory)):
-        assert check in one, f"rank {rank} did not get to it: {list(one.items())[-1]}"
-        assert not isinstance(one[check], str), one[check]
+    processes.passed(_run(ranks, tmp_path_factory), check)
 
 
 # ---- the model of larger machines -----------------------------------------------------------------------------------------------
@@ -424,4 +377,4 @@ def test_time_adds_up():
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    processes.serve(CHECKS[int(sys.argv[3])], sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:], last=late_rank)

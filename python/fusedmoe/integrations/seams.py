@@ -6,7 +6,7 @@ module's own gives on six random tokens.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, product
 from operator import attrgetter
@@ -64,7 +64,7 @@ def _names(function: Callable) -> list[str]:
 # ---- experts that are told ids and routing weights ------------------------------------------------------------------------
 
 IDS = ("top_k_index", "router_indices", "topk_indices", "topk_ids", "top_experts")
-SIZES = "expert_size", "tokens_per_expert"
+SIZES = "expert_size", "tokens_per_expert", "num_tokens_per_expert"
 WEIGHTS = ("top_k_weights", "routing_weights", "topk_weights", "topk_weight", "top_weights")
 
 
@@ -209,6 +209,36 @@ def _grouped_linear(module: nn.Module) -> Iterator[Candidate]:
         yield "forward", grouped_linear_forward, dict(transposed=transposed), arguments
 
 
+# ---- rows sorted by expert: GroupedExperts of DeepSpeed's AutoEP -----------------------------------------------------------------
+SORTED = {"swiglu": ops.SWIGLU, "geglu_tanh": ops.GEGLU_TANH, "swiglu_clamped": ops.SWIGLU_CLAMP, "swiglu_oai": ops.SWIGLU_OAI}
+
+
+def sorted_rows(x: Tensor, sizes: Tensor, w: Sequence[Tensor], act: int, alpha: float = 0.0, limit: float = 0.0, keep: int = 0) -> Tensor:
+    """w (gates, ups, downs) on rows that are sorted by expert, sizes of them for each; what comes after them gives zeros."""
+    ids = torch.searchsorted(sizes.cumsum(0), torch.arange(len(x), device=x.device), right=True)
+    p = torch.ones_like(ids, dtype=torch.float32)
+    return autograd.experts(x, ids.unsqueeze(1), p.unsqueeze(1), w, act, ops.LIST | ops.SKIP_E | keep, alpha, limit)
+
+
+def sorted_rows_forward(self: nn.Module, x: Tensor, num_tokens_per_expert: Tensor, *, layer: Layer) -> Tensor:
+    """w1, w3 [E,I,H] and w2 [E,H,I] of DeepSpeed."""
+    w = [matrix for name in ("w1", "w3", "w2") for matrix in getattr(self, name).unbind()]
+    return sorted_rows(x, num_tokens_per_expert, w, layer.act, layer.alpha, layer.limit, layers.kept_by(self))
+
+
+def _sorted_rows(module: nn.Module) -> Iterator[Candidate]:
+    names, act = _names(type(module).forward), SORTED.get(getattr(module, "activation", None))
+    if names[1:] != ["num_tokens_per_expert"] or [*module._parameters] != ["w1", "w2", "w3"] or module.w1.dim() != 3:
+        return
+    if act is None or module.w1.dtype not in ops.DTYPES:
+        return _leave(module, f"its activation is {module.activation!r}" if act is None else layers.quantized(module))
+    alpha, limit = (float(getattr(module, f"activation_{n}")) for n in ("alpha", "limit"))
+    layer = Layer(act, alpha=alpha if act == ops.SWIGLU_OAI else 0.0, limit=limit if "swiglu_" in module.activation else 0.0)
+    sizes = torch.tensor([TOKENS, *[0] * (len(module.w1) - 2), 2], device=module.w1.device)[-len(module.w1) :]
+    x = _random(module.w1, int(sizes.sum()), module.w1.shape[2]) * 4
+    yield "forward", sorted_rows_forward, dict(layer=layer), {names[0]: x, names[1]: sizes}
+
+
 def _told(module: nn.Module) -> bool:
     """Whether it is told which experts, or how many rows each of them has."""
     own = (getattr(type(module), slot, None) for slot in ("moe", "forward"))
@@ -242,7 +272,8 @@ def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Calla
             return routers.find(module) if fuse_routers else None
         twin = twin and not any(hasattr(m, "_hf_hook") for m in module.modules())  # accelerate may bring weights to its own forward only
         away = twin and any(p.is_meta or isinstance(p, FakeTensor) or hasattr(p, "ds_shape") for p in module.parameters())  # ZeRO-3's parts
-        for slot, function, options, arguments in () if away else chain(_given(module), _block(module), _grouped_linear(module)):
+        forms = () if away else (_given, _block, _grouped_linear, _sorted_rows)
+        for slot, function, options, arguments in chain.from_iterable(form(module) for form in forms):
             tried = True
             try:
                 want = getattr(type(module), slot)(module, **arguments)

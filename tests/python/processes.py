@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that several processes make together over gloo: one set of them makes all checks, one after the other, and writes what it
-found; the tests read it. In each process: ``python test_x.py folder rank ranks [check ...]`` (also the way to look at a failure by hand)."""
+found; the tests read it. In each process: ``python test_x.py folder rank ranks [check ...]`` (also the way to look at one by hand)."""
 
 import json
 import os

@@ -13,7 +13,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import fusedmoe
 import processes
@@ -91,9 +94,9 @@ def _batches():
     return [torch.randint(3, 40, (BATCH, 8), generator=g) for _ in range(STEPS)]
 
 
-def _train(model, rank, ranks, step, steps=STEPS):
+def _train(model, rank, ranks, step, steps=STEPS, optimizer=None):
     """The loss curve, mean over ranks, of this rank's part of the batches."""
-    optimizer, losses, n = torch.optim.SGD(model.parameters(), lr=0.05), [], BATCH // ranks
+    optimizer, losses, n = optimizer or torch.optim.SGD(model.parameters(), lr=0.05), [], BATCH // ranks
     for ids in _batches()[:steps]:
         mine = ids[rank * n : (rank + 1) * n]
         loss = model(input_ids=mine, labels=mine).loss
@@ -157,8 +160,6 @@ def with_ddp(rank, ranks, folder):
 
 def with_fsdp2(rank, ranks, folder):
     """The other parameters in parts over all ranks, the experts whole where they are."""
-    from torch.distributed.fsdp import fully_shard
-
     want = _train(fusedmoe.apply(tiny("Qwen3Moe")), 0, 1, lambda m: None, 5)
     model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=dist.group.WORLD)
     own = distributed.expert_parameters(model)
@@ -170,9 +171,6 @@ def with_fsdp2(rank, ranks, folder):
 
 def ep_times_fsdp2(rank, ranks, folder):
     """Two by two: experts over pairs of ranks, in parts over the other pairs; the rest in parts over all four."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     want = _train(fusedmoe.apply(tiny("Qwen3Moe")), 0, 1, lambda m: None)
     mesh, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")), init_device_mesh("cpu", (4,))
     model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=mesh)
@@ -199,12 +197,58 @@ def save(rank, ranks, folder):
         torch.save(one(input_ids=ids).logits.detach(), f"{folder}/../logits.pt")
 
 
+def save_shards(rank, ranks, folder):
+    """DCP: every rank writes its experts, and what Adam knows of them; with FSDP2 a part of them."""
+    model = fusedmoe.apply(tiny("GptOss"), expert_parallel=dist.group.WORLD)
+    distributed.load_state_dict(model, torch.load(f"{folder}/../whole.pt"))
+    adam = torch.optim.Adam(model.parameters(), lr=0.01)
+    _train(model, rank, ranks, distributed.sync_gradients, 2, adam)
+    dcp.save(distributed.sharded_state_dict(model, adam), checkpoint_id=f"{folder}/../shards")
+    whole = {n: t.clone() for n, t in distributed.state_dict(model).items()}
+    after = _train(model, rank, ranks, distributed.sync_gradients, 3, adam)
+    if rank == 0:
+        torch.save((whole, after), f"{folder}/../trained.pt")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model = fusedmoe.apply(tiny("GptOss"), expert_parallel=mesh)
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["dp"])
+    state = distributed.sharded_state_dict(model)
+    dcp.load(state, checkpoint_id=f"{folder}/../shards")
+    assert _equal(distributed.state_dict(model), whole)
+    dcp.save(state, checkpoint_id=f"{folder}/../parts")
+
+
+def _equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
 def restore(rank, ranks, folder):
     model = fusedmoe.apply(tiny("GptOss"), expert_parallel=dist.group.WORLD)
     distributed.load_state_dict(model, torch.load(f"{folder}/../whole.pt"))
     want = torch.load(f"{folder}/../logits.pt")
     with torch.no_grad():
         assert torch.equal(model(input_ids=_batches()[0]).logits, want)
+
+
+def restore_shards(rank, ranks, folder):
+    """On other numbers of ranks, with another map, and by a program that knows nothing of ranks; and training goes on."""
+    whole, after = torch.load(f"{folder}/../trained.pt")
+    for name in ("shards", "parts"):
+        placement = [[e for e in range(7, -1, -1) if (e * e + 1) % ranks == r] for r in range(ranks)] if name == "parts" else None
+        model = fusedmoe.apply(tiny("GptOss"), expert_parallel=dist.group.WORLD, placement=placement)
+        state = distributed.sharded_state_dict(model)
+        dcp.load(state, checkpoint_id=f"{folder}/../{name}")
+        assert _equal(distributed.state_dict(model), whole)
+    plain = tiny("GptOss")
+    dcp.load({"model": plain.state_dict()}, checkpoint_id=f"{folder}/../shards")
+    assert _equal(plain.state_dict(), whole)
+    model = fusedmoe.apply(plain, expert_parallel=dist.group.WORLD)
+    adam = torch.optim.Adam(model.parameters(), lr=0.5)
+    state = distributed.sharded_state_dict(model, adam)
+    dcp.load(state, checkpoint_id=f"{folder}/../shards")
+    distributed.load_optimizer(model, adam, state["optimizer"])
+    assert adam.param_groups[0]["lr"] == 0.01
+    _near(_train(model, rank, ranks, distributed.sync_gradients, 3, adam), after)
 
 
 class Mlp(nn.Module):
@@ -282,15 +326,49 @@ def own_of_transformers(rank, ranks, folder):
 
 
 def lora_on_shards(rank, ranks, folder):
-    """PEFT adapters of this rank's experts, their weights frozen."""
+    """PEFT adapters of this rank's experts, their weights frozen, under DDP, which must leave them alone: losses and adapters of one process."""
     import peft
 
+    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"])
+    torch.manual_seed(6)
+    one = peft.get_peft_model(fusedmoe.apply(tiny("Qwen3Moe")), config)
+    with torch.no_grad():
+        for n, p in one.named_parameters():
+            p.add_(torch.randn_like(p), alpha=0.1 if "lora_" in n else 0)
     model = fusedmoe.apply(tiny("Qwen3Moe"), expert_parallel=dist.group.WORLD)
-    config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=[])
     model = peft.get_peft_model(model, config)
-    _train(model, rank, ranks, lambda m: None, 2)
-    grads = [p.grad for n, p in model.named_parameters() if "lora_" in n]
-    assert grads and all(g is not None and bool(g.isfinite().all()) for g in grads)
+    distributed.load_state_dict(model, one.state_dict())
+    with torch.no_grad():
+        for n, p in model.named_parameters():  # what DDP sends round from the first rank would be seen
+            p.add_(float(rank) if "q_proj.lora_" in n else 0.0)
+    replicated = torch.nn.parallel.DistributedDataParallel(model)
+    want = _train(one, 0, 1, lambda m: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05), 4)
+    _near(_train(replicated, rank, ranks, lambda m: distributed.clip_grad_norm_(model, 0.05), 4), want)
+    whole, wanted = distributed.state_dict(model), one.state_dict()
+    assert whole.keys() == wanted.keys()
+    moved = [n for n, t in whole.items() if "lora_" in n and float((t - wanted[n]).abs().max()) > 1e-6]
+    assert not moved, moved
+
+
+def replicas(rank, ranks, folder):
+    """An expert on two ranks trains as one: its gradients are summed, and the norm of all gradients counts it once."""
+    clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.5)
+    norms = [], []
+    want = _train(fusedmoe.apply(tiny("Mixtral")), 0, 1, lambda m: norms[0].append(float(clip(m.parameters()))), 4)
+    placement = [[0, 1, 2, 3, 5], [5, 4, 6, 7, 0]]
+    model = fusedmoe.apply(tiny("Mixtral"), expert_parallel=dist.group.WORLD, placement=placement)
+
+    def step(m):
+        distributed.sync_gradients(m)
+        norms[1].append(float(distributed.clip_grad_norm_(m, 0.5)))
+
+    _near(_train(model, rank, ranks, step, 4), want)
+    assert torch.tensor(norms[0]).allclose(torch.tensor(norms[1]), 1e-5) and norms[0][0] > 0.5
+    down = model.model.layers[0].mlp.experts.down_proj.detach()
+    rows = down[[0, 4]] if rank == 0 else down[[4, 0]]  # of experts 0 and 5
+    theirs = [torch.empty_like(rows) for _ in range(2)]
+    dist.all_gather(theirs, rows.contiguous())
+    assert torch.equal(*theirs)
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------------------
@@ -326,11 +404,12 @@ SEAM = [own_of_transformers] if TABLE and hasattr(import_module(TABLE.name), "EP
 MODELS = [training_qwen3, training_mixtral, training_deepseek, training_gpt_oss]
 FULL = os.environ.get("FMOE_FULL", "0") != "0"  # make test-full
 CHECKS = {
-    4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks, save],
-    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, lora_on_shards, *SEAM, wrong_ids, late_rank],
-    3: [drawn_layers, training_qwen3, listed_experts, restore],
-    1: [restore],
-}
+    4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks,
+        save, save_shards],
+    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, replicas, *SEAM, wrong_ids, late_rank],
+    3: [drawn_layers, training_qwen3, listed_experts, restore, restore_shards],
+    1: [restore, restore_shards],
+}  # fmt: skip
 
 
 _found: dict[int, list[dict]] = {}

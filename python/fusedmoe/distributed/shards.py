@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose experts are spread over ranks: cutting them, putting them together again, gradients of the rest, and load."""
+"""A model whose experts are spread over ranks: cutting them, putting them together again, and load."""
 
 import logging
+import sys
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -64,27 +66,48 @@ def shard(model: nn.Module, group: Any, **options: Any) -> nn.Module:
                 module.experts[e] = nn.Identity()
         vars(module).pop("_fmoe_layer", None)  # it is looked at again, with what it has now
         vars(module)["_fmoe_ep"] = ep
-    own = expert_parameters(model)
-    ignored = [name for name, p in model.named_parameters() if p in own]
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, _OfExperts(model))
     layers.logger.log(logging.INFO, "expert parallelism: %d layers, experts %s of %d here", len(found), ep.local, ep.num_experts)
     return model
 
 
+def wrappers(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]:
+    """Name and module of every wrapper that PEFT has put around a module of ``sharded``: its adapters are those of this rank's experts."""
+    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            base = module
+            while isinstance(base, kind):
+                base = base.base_layer
+            if "_fmoe_ep" in vars(base):
+                yield name, module, vars(base)["_fmoe_ep"]
+
+
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters that differ from rank to rank: ``fully_shard(module, ignored_params=expert_parameters(model))``."""
-    stacks = {p for _, module, _ in sharded(model) for n in _NAMES if (p := module._parameters.get(n)) is not None}
-    return stacks | {p for _, module, _ in sharded(model) if "experts" in module._modules for p in module.experts.parameters()}
+    found = {p for _, module, _ in sharded(model) for n in _NAMES if (p := module._parameters.get(n)) is not None}
+    found |= {p for _, module, _ in sharded(model) if "experts" in module._modules for p in module.experts.parameters()}
+    return found | {p for _, module, _ in wrappers(model) for of in (module.lora_A, module.lora_B) for p in of.parameters()}
 
 
-def sync_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """The mean over ranks of the gradients of all parameters but the experts', where neither DDP nor FSDP does that."""
-    own, n = expert_parameters(model), dist.get_world_size(group)
-    for p in model.parameters():
-        if p not in own and p.requires_grad:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad, group=group)
-            p.grad /= n
+class _OfExperts:
+    """Names of the parameters of experts, as DDP sees them: those that the model has when DDP asks, under PEFT's name for it too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
+
+    def __iter__(self) -> Iterator[str]:
+        model = self.model()
+        own = expert_parameters(model) if model is not None else set()
+        for name, p in model.named_parameters() if own else ():
+            if p in own:
+                yield from (name, f"base_model.model.{name}")
+
+    def __getstate__(self) -> dict:
+        raise TypeError("a model whose experts are spread over ranks is saved by its state_dict")
+
+    def __deepcopy__(self, memo: dict) -> "_OfExperts":
+        return self
 
 
 def _gathered(local: Tensor, ep: ExpertParallel) -> Tensor:
@@ -98,8 +121,35 @@ def _gathered(local: Tensor, ep: ExpertParallel) -> Tensor:
     return whole
 
 
-def _entries(model: nn.Module) -> dict[str, ExpertParallel]:
-    return {f"{name}.{n}" if name else n: ep for name, module, ep in sharded(model) for n in _NAMES if n in module._parameters}
+class Entry(NamedTuple):
+    """A tensor of a state_dict that has a part for each expert of ep: a stack [E,...], or a factor of an adapter as PEFT has it, whose
+    experts lie in its rows [E*rank, in] or, last, in its columns [out, rank*E]."""
+
+    ep: ExpertParallel
+    rows: bool = False
+    columns: bool = False
+
+    def stack(self, t: Tensor, experts: int) -> Tensor:
+        """A view of t with the experts first."""
+        if self.columns:
+            return t.view(t.shape[0], -1, experts).permute(2, 0, 1)
+        return t.view(experts, -1, t.shape[1]) if self.rows else t
+
+    def flat(self, stack: Tensor) -> Tensor:
+        """The inverse."""
+        if self.columns:
+            return stack.permute(1, 2, 0).flatten(1)
+        return stack.flatten(0, 1) if self.rows else stack
+
+
+def entries(model: nn.Module) -> dict[str, Entry]:
+    """The tensors of model.state_dict() that have a part for each expert, lists of modules aside."""
+    found = {f"{name}.{n}" if name else n: Entry(ep) for name, module, ep in sharded(model) for n in _NAMES if n in module._parameters}
+    for name, module, ep in wrappers(model):
+        for adapter in module.lora_A:
+            found[f"{name}.lora_A.{adapter}.weight"] = Entry(ep, rows=True)
+            found[f"{name}.lora_B.{adapter}.weight"] = Entry(ep, columns=True)
+    return found
 
 
 def _listed(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -119,20 +169,28 @@ def _listed(model: nn.Module, own: dict[str, Tensor]) -> dict[str, Tensor]:
     return whole
 
 
+def _whole(t: Tensor, entry: Entry) -> Tensor:
+    return entry.flat(_gathered(entry.stack(t, len(entry.ep.local)), entry.ep))
+
+
+def _part(t: Tensor, entry: Entry) -> Tensor:
+    return entry.flat(entry.stack(t, entry.ep.num_experts)[torch.tensor(entry.ep.local, dtype=torch.int64)])
+
+
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """model.state_dict() with whole experts, on every rank (collective); parameters of FSDP are made whole too."""
-    entries = _entries(model)
+    spread = entries(model)
     own = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
-    whole = {name: _gathered(t, entries[name]) if name in entries else t for name, t in own.items()}
+    whole = {name: _whole(t, spread[name]) if name in spread else t for name, t in own.items()}
     return {**whole, **_listed(model, own)}
 
 
 def load_state_dict(model: nn.Module, whole: dict[str, Tensor], assign: bool = False) -> None:
     """Load what ``state_dict`` gave, on any number of ranks: each takes the experts it has."""
-    entries = _entries(model)
+    spread = entries(model)
     lists = tuple(f"{name}.experts." if name else "experts." for name, module, _ in sharded(model) if "experts" in module._modules)
     here = model.state_dict().keys()  # of a list, the experts of other ranks are not
-    part = {name: t[torch.tensor(entries[name].local, dtype=torch.int64)] if name in entries else t
+    part = {name: _part(t, spread[name]) if name in spread else t
             for name, t in whole.items() if name in here or not name.startswith(lists)}  # fmt: skip
     model.load_state_dict(part, assign=assign)
 

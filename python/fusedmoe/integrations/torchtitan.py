@@ -2,8 +2,8 @@
 """For torchtitan (0.3), by its own override: ``--override.imports fusedmoe.integrations.torchtitan.routed_experts``.
 
 Experts and dispatcher of a layer in one call of fusedmoe, with and without expert parallelism; the router, the shared experts, and how
-weights are cut (EP, FSDP2) stay torchtitan's. ``...torchtitan.grouped_experts`` replaces the experts alone, behind any dispatcher of theirs.
-Both compute in the dtype of the weights, or of autocast; torchtitan's own always in bf16.
+weights are cut (EP, FSDP2) stay torchtitan's. ``...torchtitan.grouped_experts`` replaces the experts alone, behind any dispatcher of
+theirs. Both compute in the dtype of the weights, or of autocast; torchtitan's own always in bf16.
 """
 
 from dataclasses import dataclass

@@ -326,7 +326,7 @@ def own_of_transformers(rank, ranks, folder):
 
 
 def lora_on_shards(rank, ranks, folder):
-    """PEFT adapters of this rank's experts, their weights frozen, under DDP, which must leave them alone: losses and adapters of one process."""
+    """PEFT adapters of this rank's experts under DDP, which must leave them alone: losses and adapters of one process."""
     import peft
 
     config = peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"])

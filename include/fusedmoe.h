@@ -213,7 +213,7 @@ enum {
      * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
      * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
     FMOE_BORROW_DW1 = 256,
-    /* Experts, block and grouped matmul: weights may be quantised (fmoe_quant). CPU; others refuse the plan. */
+    /* Experts, block and grouped matmul: weights may be quantised (fmoe_quant). CPU, Ascend; CUDA refuses the plan. */
     FMOE_QUANT = 512,
     /* What the forward of experts and block keeps for the backward, of Ascend plans without FMOE_RECOMPUTE: everything,
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.

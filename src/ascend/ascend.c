@@ -150,23 +150,25 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     const bool fused = p->d.act == FMOE_ACT_SWIGLU && !(p->d.flags & FMOE_INTERLEAVED);
     int len;
     if (p->d.op == FMOE_OP_EXPERTS)
-        len = snprintf(text, n,
-                       "ascend: CANN %s on %s\n  rows: %s\n  products: aclnnGroupedMatmul%s\n  activation: %s\n  kept "
-                       "for backward: %s\n  skip marks: %s\n  dp of f32 routing weights: %s\n",
-                       acl->version[0] ? acl->version : "(version unknown)", acl->soc,
-                       plan->routing_v3             ? "aclnnMoeInitRoutingV3"
-                       : acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV2 + Cast (chosen for these sizes)"
-                                                    : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
-                       p->d.E == 1                 ? ": one expert, aclnnMm"
-                       : acl->aclnnGroupedMatmulV5 ? "V5"
-                                                   : "V4 (V5 is not there)",
-                       fused                         ? "aclnnSwiGlu"
-                       : asc_act_clipped(acl, &p->d) ? "aclnnClippedSwiglu"
-                                                     : "element-wise operators in f32",
-                       kept[plan->keep], plan->skip ? "ids are masked first (E+1 buckets)" : "none",
-                       p->d.dtype == FMOE_F32 || acl->mixed_probs
-                           ? "f32"
-                           : "rounded to the plan's dtype (this CANN is not known to take both)");
+        len =
+            snprintf(text, n,
+                     "ascend: CANN %s on %s\n  rows: %s\n  products: aclnnGroupedMatmul%s\n  activation: %s\n  kept "
+                     "for backward: %s\n  skip marks: %s\n  dp of f32 routing weights: %s\n%s",
+                     acl->version[0] ? acl->version : "(version unknown)", acl->soc,
+                     plan->routing_v3             ? "aclnnMoeInitRoutingV3"
+                     : acl->aclnnMoeInitRoutingV3 ? "aclnnMoeInitRoutingV2 + Cast (chosen for these sizes)"
+                                                  : "aclnnMoeInitRoutingV2 + Cast (V3 is not there)",
+                     p->d.E == 1                 ? ": one expert, aclnnMm"
+                     : acl->aclnnGroupedMatmulV5 ? "V5"
+                                                 : "V4 (V5 is not there)",
+                     fused                         ? "aclnnSwiGlu"
+                     : asc_act_clipped(acl, &p->d) ? "aclnnClippedSwiglu"
+                                                   : "element-wise operators in f32",
+                     kept[plan->keep], plan->skip ? "ids are masked first (E+1 buckets)" : "none",
+                     p->d.dtype == FMOE_F32 || acl->mixed_probs
+                         ? "f32"
+                         : "rounded to the plan's dtype (this CANN is not known to take both)",
+                     p->d.flags & FMOE_QUANT ? "  quantised weights: decoded into scratch before each product\n" : "");
     else
         len = snprintf(text, n, "ascend: CANN %s on %s\n", acl->version[0] ? acl->version : "(version unknown)",
                        acl->soc);
@@ -247,4 +249,5 @@ const fmoe_backend fmoe_backend_ascend = {
     .activation = {activation_forward, activation_backward},
     .experts = {experts_forward, experts_backward},
     .wide_factors = true,
+    .quant = true,
 };

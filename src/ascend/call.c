@@ -157,7 +157,15 @@ void asc_release(asc_call *c, size_t mark) { c->used = mark; }
 
 size_t asc_size(aclDataType dtype)
 {
-    return dtype == ACL_INT64 ? 8 : dtype == ACL_FLOAT || dtype == ACL_INT32 ? 4 : dtype == ACL_BOOL ? 1 : 2;
+    switch (dtype) {
+    case ACL_INT64: return 8;
+    case ACL_FLOAT:
+    case ACL_INT32: return 4;
+    case ACL_BOOL:
+    case ACL_INT8:
+    case ACL_UINT8: return 1;
+    default: return 2;
+    }
 }
 
 aclDataType asc_dtype(int dtype)

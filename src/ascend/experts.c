@@ -5,23 +5,51 @@
 #include "ascend.h"
 #include "ops.h"
 
+asc_weights asc_w1(asc_call *c, const fmoe_weights *w)
+{
+    const fmoe_desc *d = &c->p->d;
+    if (w->quant1) return asc_weights_decoded(c, w->w1, w->up, w->quant1, d->E, w->w1 ? c->p->h_cols : d->I, d->H);
+    return asc_weights_of(c, w->w1 ? "w1" : "up", w->w1, w->up, d->E);
+}
+
+asc_weights asc_gate(asc_call *c, const fmoe_weights *w)
+{
+    const fmoe_desc *d = &c->p->d;
+    if (w->quant_gate) return asc_weights_decoded(c, NULL, w->gate, w->quant_gate, d->E, d->I, d->H);
+    return asc_weights_of(c, "gate", NULL, w->gate, d->E);
+}
+
+asc_weights asc_w2(asc_call *c, const fmoe_weights *w)
+{
+    const fmoe_desc *d = &c->p->d;
+    if (w->quant2) return asc_weights_decoded(c, w->w2, w->down, w->quant2, d->E, d->H, d->I);
+    return asc_weights_of(c, w->w2 ? "w2" : "down", w->w2, w->down, d->E);
+}
+
+void asc_product(asc_call *c, asc_view x, const fmoe_weights *w, asc_weights (*which)(asc_call *, const fmoe_weights *),
+                 bool turned, const fmoe_tensor *bias, asc_groups *g, asc_view y)
+{
+    const size_t mark = c->used;
+    const asc_weights m = which(c, w);
+    asc_rows_product(c, x, turned ? asc_weights_turn(m) : m, bias, g, y);
+    if (m.decoded) asc_release(c, mark); /* of others, running sums may have been made here, and stay */
+}
+
 /* h = xp . W1^T + b1. Lists hold gates and ups in matrices of their own: two products, joined. */
 void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_view h)
 {
-    const int64_t E = c->p->d.E;
     if (w->w1 || !w->gate) {
-        const asc_weights w1 = asc_weights_of(c, w->w1 ? "w1" : "up", w->w1, w->up, E);
-        asc_rows_product(c, xp, asc_weights_turn(w1), w->b1, g, h);
+        asc_product(c, xp, w, asc_w1, true, w->b1, g, h);
         asc_adapter(c, asc_adapter1(w), xp, g, h);
         return;
     }
     const int64_t R = xp.dims[0], I = c->p->d.I;
-    const asc_weights gate = asc_weights_of(c, "gate", NULL, w->gate, E), up = asc_weights_of(c, "up", NULL, w->up, E);
-    if ((gate.list || up.list) && E > 128) asc_running(c, g);
+    const bool lists = (!w->quant_gate && asc_gate(c, w).list) || (!w->quant1 && asc_w1(c, w).list);
+    if (lists && c->p->d.E > 128) asc_running(c, g);
     const size_t mark = c->used;
     const asc_view part[2] = {asc_new2(c, xp.dtype, R, I), asc_new2(c, xp.dtype, R, I)};
-    asc_rows_product(c, xp, asc_weights_turn(gate), NULL, g, part[0]);
-    asc_rows_product(c, xp, asc_weights_turn(up), NULL, g, part[1]);
+    asc_product(c, xp, w, asc_gate, true, NULL, g, part[0]);
+    asc_product(c, xp, w, asc_w1, true, NULL, g, part[1]);
     const aclTensorList *from = asc_list(c, part, 2);
     const aclTensor *to = asc_t(c, h);
     ASC_LAUNCH(c, Cat, from, 1, to);
@@ -32,9 +60,8 @@ void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_
 /* y = a . W2^T + b2. Rows no group covers are zero, for the combine reads them. */
 void asc_down(asc_call *c, const fmoe_weights *w, asc_view a, asc_groups *g, asc_view y)
 {
-    const asc_weights w2 = asc_weights_of(c, w->w2 ? "w2" : "down", w->w2, w->down, c->p->d.E);
     if (c->plan->skip) asc_zero(c, y);
-    asc_rows_product(c, a, asc_weights_turn(w2), w->b2, g, y);
+    asc_product(c, a, w, asc_w2, true, w->b2, g, y);
     asc_adapter(c, asc_adapter2(w), a, g, y);
 }
 

@@ -111,16 +111,13 @@ static void below_activation(asc_call *c, const fmoe_experts_args *a, state *s, 
         const size_t mark = c->used;
         if (c->plan->skip) asc_zero(c, dXp); /* PermuteGrad reads the rows of skipped slots */
         if (pairs) {
-            const asc_weights gate = asc_weights_of(c, "gate", NULL, a->w.gate, d->E),
-                              up = asc_weights_of(c, "up", NULL, a->w.up, d->E);
             const asc_view other = asc_new2(c, dXp.dtype, dXp.dims[0], dXp.dims[1]);
             if (c->plan->skip) asc_zero(c, other);
-            asc_rows_product(c, part[0], gate, NULL, &s->g, dXp);
-            asc_rows_product(c, part[1], up, NULL, &s->g, other);
+            asc_product(c, part[0], &a->w, asc_gate, false, NULL, &s->g, dXp);
+            asc_product(c, part[1], &a->w, asc_w1, false, NULL, &s->g, other);
             asc_add_to(c, dXp, other);
         } else {
-            const asc_weights w1 = asc_weights_of(c, a->w.w1 ? "w1" : "up", a->w.w1, a->w.up, d->E);
-            asc_rows_product(c, dH, w1, NULL, &s->g, dXp);
+            asc_product(c, dH, &a->w, asc_w1, false, NULL, &s->g, dXp);
         }
         asc_adapter_gradient(c, low, dlow, s->xp, dH, &s->g, &dXp, add);
         const asc_view dx = asc_target(c, a->dx, dXp.dtype, add_dx);
@@ -171,10 +168,9 @@ void asc_experts_backward(asc_call *c, const fmoe_experts_args *a, uint32_t flag
     const bool below = wants_first(&a->dw) || a->dw.b1 || a->dx;
     asc_view dA = {.data = NULL}, dH = {.data = NULL};
     if (below) {
-        const asc_weights w2 = asc_weights_of(c, a->w.w2 ? "w2" : "down", a->w.w2, a->w.down, d->E);
         dA = asc_new2(c, dtype, R, d->I);
         dH = asc_new2(c, dtype, R, c->p->h_cols);
-        asc_rows_product(c, dY, w2, NULL, &s.g, dA);
+        asc_product(c, dY, &a->w, asc_w2, false, NULL, &s.g, dA);
     }
     asc_adapter_gradient(c, asc_adapter2(&a->w), asc_adapter2(&a->dw), s.a, dY, &s.g, below ? &dA : NULL, add);
     if (wants_w2(&a->dw))

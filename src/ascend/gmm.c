@@ -89,7 +89,7 @@ static void backward(asc_call *c, const fmoe_gmm_args *a, uint32_t flags)
 
 typedef struct scratch_tensor {
     fmoe_tensor t;
-    int64_t shape[3];
+    int64_t shape[3], strides[3];
 } scratch_tensor;
 
 static const fmoe_tensor *describe(scratch_tensor *s, asc_view v, const fmoe_tensor *like)
@@ -234,8 +234,37 @@ static void list_gradients(asc_call *c, const fmoe_gmm_args *a, bool add)
     }
 }
 
+/* Quantised weights are decoded, and the rest is the product with those. */
+static void gmm_of_codes(asc_call *c, fmoe_pass pass, const fmoe_gmm_args *a, uint32_t flags)
+{
+    const fmoe_desc *d = &c->p->d;
+    fmoe_gmm_args decoded = *a;
+    scratch_tensor w;
+    decoded.quant = NULL;
+    if (a->list) {
+        asc_fail(c, FMOE_ERR_UNSUPPORTED,
+                 "Ascend: quant is given and list is 1: quantised weights are taken as a stack (list 0) here");
+        return;
+    }
+    if (pass == FMOE_FORWARD || a->dx) {
+        const bool in_out = a->quant->flags & FMOE_QUANT_IN_OUT;
+        const asc_view v =
+            asc_weights_decoded(c, a->w, NULL, a->quant, d->E, in_out ? d->K : d->N, in_out ? d->N : d->K).stack;
+        const asc_view stored = in_out ? v : asc_turn(v);
+        decoded.w = describe(&w, stored, a->w);
+        for (int i = 0; i < 3; i++) w.strides[i] = stored.strides[i];
+        w.t.strides = w.strides;
+        w.t.dtype = (fmoe_datatype){d->dtype == FMOE_BF16 ? 4 : 2, d->dtype == FMOE_F32 ? 32 : 16, 1};
+    }
+    asc_gmm(c, pass, &decoded, flags);
+}
+
 void asc_gmm(asc_call *c, fmoe_pass pass, const fmoe_gmm_args *a, uint32_t flags)
 {
+    if (a->quant) {
+        gmm_of_codes(c, pass, a, flags);
+        return;
+    }
     if (!a->list) {
         if (c->p->d.E == 1 && a->sizes) one_group(c, pass, a, flags);
         else if (pass == FMOE_FORWARD) forward(c, a);

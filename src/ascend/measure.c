@@ -72,13 +72,51 @@ static void adapters(asc_call *c, fake *f, fmoe_weights *w, int dtype, float sca
     w->lora_scale1 = w->lora_scale2 = scale;
 }
 
-static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad)
+/* Codes with grids as large as they can be. Of a stack the rows of all experts are one run where group_rows is 1. */
+typedef struct coded {
+    fake codes, scale, zeros, scale2;
+    fmoe_quant q;
+    fmoe_tensor *list[4]; /* of a list: codes, scale, zeros, scale2 of every expert */
+} coded;
+
+static const fmoe_tensor *code(asc_call *c, coded *f, bool list, int64_t N, int64_t K, int64_t group_rows)
+{
+    enum { BYTE = -8 };
+    const int64_t E = c->p->d.E, rows = fmoe_ceil_div(N, group_rows);
+    f->q = (fmoe_quant){.size = sizeof f->q,
+                        .code = group_rows == 1 ? FMOE_CODE_NF4 : FMOE_CODE_E4M3,
+                        .group_rows = (int32_t)group_rows,
+                        .group_cols = 1,
+                        .scale_type = FMOE_SCALE_E4M3,
+                        .scale = describe(&f->scale, BYTE, 3, E, rows, K),
+                        .zeros = describe(&f->zeros, BYTE, 3, E, rows, K),
+                        .scale2 = describe(&f->scale2, FMOE_F32, 1, 1, 0, 0)};
+    if (!list) return describe(&f->codes, BYTE, 3, E, N, K);
+    f->list[0] = list_of(&f->codes, BYTE, E, N, K);
+    f->list[1] = list_of(&f->scale, BYTE, E, rows, K);
+    f->list[2] = list_of(&f->zeros, BYTE, E, rows, K);
+    f->list[3] = list_of(&f->scale2, FMOE_F32, E, 1, 1);
+    for (int i = 0; i < 4; i++)
+        if (!f->list[i]) asc_fail(c, FMOE_ERR_NOMEM, "no memory to describe %lld matrices", (long long)E);
+    f->q.scale = f->list[1], f->q.zeros = f->list[2], f->q.scale2 = f->list[3];
+    return f->list[0];
+}
+
+/* What differs between the calls of one plan. */
+typedef struct form {
+    bool lists;
+    int grad;           /* dtype of gradients */
+    int64_t group_rows; /* of quantised weights; 0: they are not */
+} form;
+
+static void experts(asc_call *c, fmoe_pass pass, int64_t T, form how)
 {
     const fmoe_desc *d = &c->p->d;
-    const int t = d->dtype;
+    const int t = d->dtype, grad = how.grad;
     const int64_t hc = c->p->h_cols;
-    const bool bias = d->flags & FMOE_BIAS;
+    const bool bias = d->flags & FMOE_BIAS, lists = how.lists, quant = how.group_rows > 0;
     fake x, ids, p, out, dout, dx, dp, w1, w2, b1, b2, dw1, dw2, db1, db2, lw[3], lg[3], lora[8];
+    coded codes[3] = {{.q = {.size = 0}}};
     fmoe_tensor *list[6] = {NULL};
     fmoe_experts_args a = {.size = sizeof a,
                            .x = describe(&x, t, 2, T, d->H, 0),
@@ -100,6 +138,17 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
                              .b1 = bias ? describe(&b1, t, 2, d->E, hc, 0) : NULL,
                              .b2 = bias ? describe(&b2, t, 2, d->E, d->H, 0) : NULL};
     }
+    if (quant) {
+        const fmoe_tensor *first = code(c, &codes[0], lists, lists ? d->I : hc, d->H, how.group_rows),
+                          *second = code(c, &codes[1], lists, d->H, d->I, how.group_rows);
+        a.w.quant1 = &codes[0].q, a.w.quant2 = &codes[1].q;
+        if (lists) a.w.up = first, a.w.down = second;
+        else a.w.w1 = first, a.w.w2 = second;
+        if (a.w.gate) {
+            a.w.gate = code(c, &codes[2], true, d->I, d->H, how.group_rows);
+            a.w.quant_gate = &codes[2].q;
+        }
+    }
     adapters(c, lora, &a.w, d->dtype == FMOE_F32 ? t : FMOE_F32, 0.5f);
     if (c->status == FMOE_OK && pass == FMOE_FORWARD) {
         a.out = describe(&out, t, 2, T, d->H, 0);
@@ -109,19 +158,21 @@ static void experts(asc_call *c, fmoe_pass pass, int64_t T, bool lists, int grad
         a.dout = describe(&dout, t, 2, T, d->H, 0);
         a.dx = describe(&dx, t, 2, T, d->H, 0);
         a.dweights = describe(&dp, FMOE_F32, 2, T, d->k, 0);
-        if (lists) a.dw = (fmoe_weights){.gate = a.w.gate ? list[3] : NULL, .up = list[4], .down = list[5]};
-        else
-            a.dw = (fmoe_weights){.w1 = describe(&dw1, grad, 3, d->E, hc, d->H),
-                                  .w2 = describe(&dw2, grad, 3, d->E, d->H, d->I),
+        if (lists && !quant) a.dw = (fmoe_weights){.gate = a.w.gate ? list[3] : NULL, .up = list[4], .down = list[5]};
+        else if (!lists)
+            a.dw = (fmoe_weights){.w1 = quant ? NULL : describe(&dw1, grad, 3, d->E, hc, d->H),
+                                  .w2 = quant ? NULL : describe(&dw2, grad, 3, d->E, d->H, d->I),
                                   .b1 = bias ? packed2(&db1, grad, d->E, hc) : NULL,
                                   .b2 = bias ? packed2(&db2, grad, d->E, d->H) : NULL};
         adapters(c, lora + 4, &a.dw, grad, 0);
         asc_experts_backward(c, &a, FMOE_ADD_DX | FMOE_ACCUMULATE);
     }
     for (int i = 0; i < 6; i++) free(list[i]);
+    for (int i = 0; i < 12; i++) free(codes[i / 4].list[i % 4]);
 }
 
-static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide, bool sized)
+/* coding: 0 for none, 1 and 2 the rows of a group, 3 and 4 the same of codes [E,in,out]. */
+static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide, bool sized, int coding)
 {
     const fmoe_desc *d = &c->p->d;
     const int t = d->dtype;
@@ -138,6 +189,14 @@ static void gmm(asc_call *c, fmoe_pass pass, int64_t R, int wide, bool sized)
         a.dx = describe(&dx, t, 2, R, d->K, 0);
         a.dw = describe(&dw, wide, 3, d->E, d->K, d->N);
         a.dbias = packed2(&db, wide, d->E, d->N);
+    }
+    coded codes = {.q = {.size = 0}};
+    if (coding) {
+        const bool in_out = coding > 2;
+        a.w = code(c, &codes, false, in_out ? d->K : d->N, in_out ? d->N : d->K, in_out ? coding - 2 : coding);
+        codes.q.flags = in_out ? FMOE_QUANT_IN_OUT : 0;
+        a.quant = &codes.q;
+        a.dw = NULL;
     }
     asc_gmm(c, pass, &a, pass == FMOE_BACKWARD ? FMOE_ADD_DX | FMOE_ACCUMULATE : 0);
 }
@@ -206,12 +265,16 @@ static void activation(asc_call *c, fmoe_pass pass, int64_t R)
 
 /* ---- */
 
-/* Which of the four variants differ: bit 0 another form of the call, bit 1 f32 results. */
+enum { VARIANTS = 20 };
+
+/* Which of the variants differ: bit 0 another form of the call, bit 1 f32 results; from 4 on: quantised weights. */
 static bool worth_it(const fmoe_plan_impl *p, fmoe_pass pass, int variant)
 {
     switch (p->d.op) {
-    case FMOE_OP_EXPERTS: return pass == FMOE_BACKWARD || variant < 2;
-    case FMOE_OP_GROUPED_MATMUL: return p->d.E == 1 || !(variant & 1);
+    case FMOE_OP_EXPERTS:
+        return (pass == FMOE_BACKWARD || !(variant & 2)) &&
+               (variant < 4 || (variant < 12 && (p->d.flags & FMOE_QUANT)));
+    case FMOE_OP_GROUPED_MATMUL: return (p->d.E == 1 || !(variant & 1)) && (variant < 4 || (p->d.flags & FMOE_QUANT));
     case FMOE_OP_ROUTE: return variant < (pass == FMOE_FORWARD ? 2 : 1);
     case FMOE_OP_PERMUTE: return variant < 2;
     default: return variant == 0;
@@ -222,8 +285,8 @@ static void one(asc_call *c, fmoe_pass pass, int64_t rows, int variant)
 {
     const int t = c->p->d.dtype;
     switch (c->p->d.op) {
-    case FMOE_OP_EXPERTS: experts(c, pass, rows, variant & 1, variant & 2 ? FMOE_F32 : t); break;
-    case FMOE_OP_GROUPED_MATMUL: gmm(c, pass, rows, variant & 2 ? FMOE_F32 : t, variant & 1); break;
+    case FMOE_OP_EXPERTS: experts(c, pass, rows, (form){variant & 1, variant & 2 ? FMOE_F32 : t, variant / 4}); break;
+    case FMOE_OP_GROUPED_MATMUL: gmm(c, pass, rows, variant & 2 ? FMOE_F32 : t, variant & 1, variant / 4); break;
     case FMOE_OP_ROUTE: route(c, pass, rows, variant & 1); break;
     case FMOE_OP_PERMUTE: permutes(c, pass, rows, variant & 1); break;
     default: activation(c, pass, rows); break;
@@ -236,7 +299,7 @@ fmoe_status asc_measure(const fmoe_plan_impl *p, fmoe_pass pass, int64_t rows, s
     if (!c) return fmoe_fail(FMOE_ERR_NOMEM, "Ascend: no memory for a measurement");
     size_t most = 0;
     fmoe_status status = FMOE_OK;
-    for (int variant = 0; variant < 4 && status == FMOE_OK; variant++) {
+    for (int variant = 0; variant < VARIANTS && status == FMOE_OK; variant++) {
         if (!worth_it(p, pass, variant)) continue;
         status = asc_begin_measure(c, p);
         if (status == FMOE_OK) {

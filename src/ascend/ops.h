@@ -55,7 +55,8 @@ typedef struct asc_weights {
     asc_view stack;          /* stacked */
     const fmoe_tensor *list; /* else */
     int64_t n;
-    bool turned; /* list: to be read as [b, a] */
+    bool turned;  /* list: to be read as [b, a] */
+    bool decoded; /* in scratch, which a product gives back (asc_product) */
 } asc_weights;
 
 asc_weights asc_weights_of(asc_call *c, const char *name, const fmoe_tensor *stack, const fmoe_tensor *list, int64_t n);
@@ -75,7 +76,22 @@ void asc_bias_gradient(asc_call *c, asc_view d, asc_groups *g, const fmoe_tensor
 
 void asc_mm(asc_call *c, asc_view a, asc_view b, asc_view out);
 
+/* ---- quant.c ---- */
+
+/* Weights [n,N,K] of codes, decoded into scratch. */
+asc_weights asc_weights_decoded(asc_call *c, const fmoe_tensor *stack, const fmoe_tensor *list, const fmoe_quant *q,
+                                int64_t n, int64_t N, int64_t K);
+
 /* ---- experts.c: the two products of the layer ---- */
+
+/* W1 (of lists: up), gate, and W2 as they are stored, [E,out,in]; those that are quantised in scratch. */
+asc_weights asc_w1(asc_call *c, const fmoe_weights *w);
+asc_weights asc_gate(asc_call *c, const fmoe_weights *w);
+asc_weights asc_w2(asc_call *c, const fmoe_weights *w);
+
+/* y = x . W^T + bias (turned), or x . W. */
+void asc_product(asc_call *c, asc_view x, const fmoe_weights *w, asc_weights (*which)(asc_call *, const fmoe_weights *),
+                 bool turned, const fmoe_tensor *bias, asc_groups *g, asc_view y);
 
 void asc_up(asc_call *c, const fmoe_weights *w, asc_view xp, asc_groups *g, asc_view h);  /* h = xp . W1^T + b1 */
 void asc_down(asc_call *c, const fmoe_weights *w, asc_view a, asc_groups *g, asc_view y); /* y = a . W2^T + b2 */

@@ -25,7 +25,16 @@ typedef struct aclVersion {
     char version[128], major[64], minor[64], release[64], patch[64], reserved[128];
 } aclVersion;
 
-enum { ACL_FLOAT = 0, ACL_FLOAT16 = 1, ACL_INT32 = 3, ACL_INT64 = 9, ACL_BOOL = 12, ACL_BF16 = 27 };
+enum {
+    ACL_FLOAT = 0,
+    ACL_FLOAT16 = 1,
+    ACL_INT8 = 2,
+    ACL_INT32 = 3,
+    ACL_UINT8 = 4,
+    ACL_INT64 = 9,
+    ACL_BOOL = 12,
+    ACL_BF16 = 27
+};
 enum { ACL_FORMAT_ND = 2 };
 enum { ACL_REPEAT_INITIALIZE = 100002 };
 enum { ACL_DEVICE_TO_HOST = 2 };

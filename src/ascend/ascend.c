@@ -250,4 +250,5 @@ const fmoe_backend fmoe_backend_ascend = {
     .experts = {experts_forward, experts_backward},
     .wide_factors = true,
     .quant = true,
+    .quant_gmm = true,
 };

@@ -32,6 +32,7 @@ run() { # name, transformers, llamafactory, more packages
     log=$venv/log
     "$venv/bin/python" -m pytest -q -p no:cacheprovider "$here/test_models.py" "$here/test_layers.py" "$here/test_mixins.py" "$here/test_lora.py" \
         "$here/test_parallel.py" "$here/test_llamafactory.py" "$here/test_kernels.py" "$here/test_routing.py" "$here/test_routing_models.py" "$here/test_lora_files.py" \
+        "$here/test_quant.py" "$here/test_quant_lists.py" "$here/test_quant_loading.py" \
         > "$log" 2>&1 || true
     tail -30 "$log"
     line=$(grep -E '(passed|failed|error).* in [0-9.]+s' "$log" | tail -1)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .. import autograd, ops
+from ..quant import linears
 from ..quant.tensor import QuantTensor
 from .log import _said as _said
 from .log import logger as logger
@@ -351,7 +352,7 @@ def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
 
 def list_weights(block: nn.Module) -> tuple[list[Tensor], Sequence] | None:
     """gates, ups, downs of all experts of a block, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
-    plain: wrapped in something else than PEFT's LoRA, quantized, with bias or hooks."""
+    plain: wrapped in something else than PEFT's LoRA, quantized in a way that is not read, with bias or hooks."""
     from . import peft  # which imports this module
 
     w, adapters = [], []
@@ -359,9 +360,9 @@ def list_weights(block: nn.Module) -> tuple[list[Tensor], Sequence] | None:
     for name in list_names(block.experts) or ("",):
         for m in modules:
             linear, adapter = peft.look_through(m.get(name))
-            if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
+            if linear is None or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
                 return None
-            weight = linear._parameters.get("weight")
+            weight = linear._parameters.get("weight") if type(linear) is nn.Linear else linears.weight_of(linear)
             if weight is None or linear._parameters.get("bias") is not None or weight.dtype not in ops.DTYPES:
                 return None
             w.append(weight)

@@ -104,12 +104,14 @@ def register() -> None:
         wrapper._fmoe_forward, wrapper.forward = wrapper.forward, _forward
 
 
+_LINEARS = "Linear", "Linear4bit", "Linear8bitLt"  # the last two wrap those of bitsandbytes
+
+
 def look_through(module: Any) -> tuple[Any, Adapter]:
     """The Linear inside PEFT's and its adapter, (module, None) where there is none; (None, None): PEFT should see to it."""
-    kind = getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
-    if kind is None or type(module) is not kind:
+    if type(module).__name__ not in _LINEARS or not type(module).__module__.startswith("peft.tuners.lora."):
         return module, None
-    name = None if module.fan_in_fan_out or module._forward_hooks or module._forward_pre_hooks else _active(module)
+    name = None if getattr(module, "fan_in_fan_out", False) or module._forward_hooks or module._forward_pre_hooks else _active(module)
     return (None, None) if name is None else (module.base_layer, (module, name) if name else None)
 
 

@@ -57,9 +57,10 @@ class Report:
         return iter(self.rows)
 
 
-def _row(name: str, module: nn.Module, path: str, act: int | None, reason: str) -> Row:
-    largest = max(chain(module.parameters(), module.buffers()), key=Tensor.numel, default=torch.empty(0, device="meta"))
-    activation, dtype, device = layers.traits(act, largest)
+def _row(name: str, module: nn.Module, path: str, act: int | None, reason: str, like: Tensor | None = None) -> Row:
+    if like is None:  # the largest of its tensors
+        like = max(chain(module.parameters(), module.buffers()), key=Tensor.numel, default=torch.empty(0, device="meta"))
+    activation, dtype, device = layers.traits(act, like)
     return Row(name, type(module).__name__, path, "-" if path == "own" else activation, dtype, device, reason)
 
 
@@ -84,7 +85,8 @@ def _patched(name: str, module: nn.Module, bound: seams.Bound, adapters: str) ->
     if w is None:
         return _row(name, module, "own", None, seams.UNREAD)
     adapters = adapters or (peft.OURS if w[1] else "")
-    return _row(name, module, layer.path, layer.act, f"on six tokens it gave what its own forward gives{adapters}")
+    reason = f"on six tokens it gave what its own forward gives{adapters}"
+    return _row(name, module, layer.path, layer.act, reason, w[0][0] if w[0] else None)
 
 
 def _why(module: nn.Module) -> str:

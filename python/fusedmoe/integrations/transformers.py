@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -66,7 +67,8 @@ def register(replace_default: bool = False) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None and hasattr(modeling, "PreTrainedModel"):
         _accept_name(modeling.PreTrainedModel)
-        quant_config()  # so that from_pretrained knows what save_pretrained wrote
+        with suppress(ImportError):  # transformers before 5.6
+            quant_config()  # so that from_pretrained knows what save_pretrained wrote
     return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..integrations import layers
-from . import origin
+from . import linears, origin
 from .formats import HALVES, Format, by_name
 from .tensor import QuantTensor
 
@@ -121,10 +121,13 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
 
 
 def adopt(model: nn.Module) -> int:
-    """Run what a model on the CPU already holds quantised: the experts of transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
-    channel), whose codes and scales are read where they are. ``apply`` calls it. Returns how many modules."""
-    found = 0
+    """Run what a model on the CPU already holds quantised, as it is: transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
+    channel), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how many
+    modules."""
+    found = linears.adopt(model)
     for module in model.modules():
+        if hasattr(module, "_apply_gate") and "parametrizations" in module._modules:
+            found += _unparametrized(module)
         if type(module).__name__ != "FP8Experts":
             continue
         stored = [(n, w) for n, w in _stacks(module) if w.dtype == torch.float8_e4m3fn and w.is_cpu and not isinstance(w, QuantTensor)]
@@ -138,8 +141,38 @@ def adopt(model: nn.Module) -> int:
     return found
 
 
+def _unparametrized(module: nn.Module) -> bool:
+    """Stacks that bitsandbytes would decode whole in every call become QuantTensors of the same bytes."""
+    held = {}
+    for name in NAMES:
+        given: Any = module.parametrizations._modules.get(name) or ()
+        state = getattr(given[0], "quant_state", None) if len(given) == 1 else None
+        if state is not None and len(state.shape) == 3 and not state.shape[2] % state.blocksize:
+            held[name] = given.original, state
+    for name, (data, state) in held.items():
+        del module.parametrizations[name]
+        vars(module).setdefault("_fmoe_origin", {})[name] = origin.Bitsandbytes(name, state, data.shape)
+        _put(module, name, QuantTensor.from_bitsandbytes(data.data, state))
+        for hooks in (module._state_dict_hooks, module._forward_hooks, module._forward_pre_hooks):
+            own = [k for k, hook in hooks.items() if _of_parametrize(hook, name)]
+            for k in own:
+                del hooks[k]
+                module._forward_hooks_always_called.pop(k, None)
+    if held and not len(module.parametrizations):
+        del module._modules["parametrizations"]
+        module.__class__ = type(module).__bases__[0]  # as torch.nn.utils.parametrize.remove_parametrizations does
+    return bool(held)
+
+
+def _of_parametrize(hook: Any, name: str) -> bool:
+    function = getattr(hook, "func", hook)
+    keywords = getattr(hook, "keywords", {})
+    return getattr(function, "__module__", "") == "bitsandbytes.nn.parametrize" and keywords.get("param_name", name) == name
+
+
 def dequantize(model: nn.Module) -> nn.Module:
     """Put plain weights, as quantised ones stand for them, in their place."""
+    linears.release(model)
     for module in model.modules():
         for name, w in list(_stacks(module)):
             if isinstance(w, QuantTensor):

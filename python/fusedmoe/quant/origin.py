@@ -2,6 +2,7 @@
 """Where a stack came from: under which names and in which layout a checkpoint holds it, so that ``state_dict`` gives what came."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,4 +67,29 @@ class Beside:
         return {self.name: q.codes.view(torch.float8_e4m3fn)}
 
 
-Origin = PerExpert | Blocks | Beside
+class Bitsandbytes:
+    """``bitsandbytes.nn.parametrize.replace_parameter_4bit``: the codes under the parameter's name, its QuantState beside it."""
+
+    def __init__(self, name: str, state: Any, shape: torch.Size) -> None:
+        self.name, self.state, self.shape = name, state, shape
+
+    def write(self, q: QuantTensor) -> dict[str, Tensor]:
+        """As PerExpert's."""
+        beside = self.state.as_dict(packed=True)
+        return {self.name: q.codes.reshape(self.shape), **{f"{self.name}.{key}": t for key, t in beside.items()}}
+
+    def take(self, state: dict[str, Tensor], prefix: str, dtype: torch.dtype) -> QuantTensor | None:
+        """As PerExpert's."""
+        from bitsandbytes.functional import QuantState
+
+        key = prefix + self.name
+        beside = {k.removeprefix(f"{key}."): state[k] for k in state if k.startswith(f"{key}.")}
+        if key not in state or not beside:
+            return None
+        for k in beside:
+            del state[f"{key}.{k}"]
+        self.state = QuantState.from_dict(beside, device=torch.device("cpu"))
+        return QuantTensor.from_bitsandbytes(state.pop(key), self.state)
+
+
+Origin = PerExpert | Blocks | Beside | Bitsandbytes

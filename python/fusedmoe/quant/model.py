@@ -38,7 +38,8 @@ def quantised(module: nn.Module, name: str, w: Tensor, format: str) -> QuantTens
     """A stack of a module's, quantised. It may be stored [E,in,out]: then its codes lie [E,out,in]."""
     own, turned = by_name(format), vars(module).get("is_transposed", False)
     rows = w.shape[2 if turned else 1]
-    concatenated = name == "gate_up_proj" and vars(module).get("is_concatenated", True)
+    layer = layers.known(module) or layers.look_at(module)
+    concatenated = name == "gate_up_proj" and not layer.flags & ops.INTERLEAVED
     if concatenated and own.rows > 1 and rows // 2 % own.rows:
         own = own._replace(flags=own.flags | HALVES)
     made = QuantTensor.from_weights(w.detach().transpose(1, 2) if turned else w.detach(), own)

@@ -164,6 +164,23 @@ class QuantTensor(Tensor):
         memo[id(self)] = made
         return torch.nn.Parameter(made, requires_grad=False) if isinstance(self, torch.nn.Parameter) else made
 
+    # FSDP2 (torch.distributed.fsdp.fully_shard): a rank holds the codes and scales of its experts, and gathers those of all
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any) -> tuple[tuple, Any]:
+        """What is gathered, and what is known without."""
+        if outer_size[0] % mesh.size():
+            raise NotImplementedError(f"fully_shard: {self!r} of {outer_size[0]} experts over {mesh.size()} ranks; expected a multiple")
+        shared = self.scale2 if self.scale2 is not None and len(self.scale2) != self.shape[0] else None
+        parts = {name: t for name, t in self.parts().items() if name != "scale2" or shared is None}
+        return tuple(parts.values()), (list(parts), shared)
+
+    def fsdp_post_all_gather(self, outputs: tuple[Tensor, ...], known: Any, dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        """All experts, as views of what was gathered; a second time, they are there already."""
+        if out is not None:
+            return None
+        names, shared = known
+        parts = dict(zip(names, outputs)) | ({"scale2": shared} if shared is not None else {})
+        return self._with(parts, torch.Size((len(parts["codes"]), *self.shape[1:])), dtype), ()
+
     # What torch.compile reads it by
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return [*self.parts()], (self.format, self.dtype, self.transposed)
@@ -226,7 +243,29 @@ def _empty_like(t: QuantTensor, **kwargs: Any) -> QuantTensor | None:
     return t.map(lambda part: torch.empty_like(part, device=kwargs.get("device"))) if same else None
 
 
+def _split(t: QuantTensor, size: int, dim: int = 0) -> list[QuantTensor] | None:
+    return [t.experts(at, at + size) for at in range(0, t.shape[0], size)] if t.dim() == 3 and not dim % 3 else None
+
+
+def _new_zeros(t: QuantTensor, size: Any, **kwargs: Any) -> QuantTensor | None:
+    """Of other numbers of experts; their scales are 0."""
+    if t.dim() != 3 or len(size) != 3 or tuple(size[1:]) != tuple(t.shape[1:]) or kwargs.get("dtype") not in (None, t.dtype):
+        return None
+    shared = t.scale2 is not None and len(t.scale2) != t.shape[0]
+    made = {name: part.new_zeros((size[0], *part.shape[1:]), device=kwargs.get("device")) for name, part in t.parts().items()}
+    return t._with(made | ({"scale2": t.scale2} if shared else {}), torch.Size(size))
+
+
+def _same_shape(t: QuantTensor, size: Any, *_: Any) -> QuantTensor | None:
+    """view(-1) too, which FSDP2 makes and does not read."""
+    return t.map(lambda part: part) if tuple(size) in (tuple(t.shape), (-1,), (t.numel(),)) else None
+
+
 _KNOWN: dict[Any, Callable[..., Any]] = {
+    _aten.split.Tensor: _split,
+    _aten.new_zeros.default: _new_zeros,
+    _aten.view.default: _same_shape,
+    _aten.as_strided.default: _same_shape,
     _aten.detach.default: lambda t: t.map(lambda part: part),
     _aten.alias.default: lambda t: t.map(lambda part: part),
     _aten.clone.default: lambda t, **_: t.map(torch.clone),

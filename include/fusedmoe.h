@@ -213,7 +213,8 @@ enum {
      * and needs less of its own: dw.w1 is given, without holes between its elements, and FMOE_ACCUMULATE is not. CPU,
      * Ascend: no effect. Plans that differ in these two alone read each other's saved state. */
     FMOE_BORROW_DW1 = 256,
-    /* Experts, block and grouped matmul: weights may be quantised (fmoe_quant). CPU, Ascend; CUDA refuses the plan. */
+    /* Experts, block and grouped matmul: weights may be quantised (fmoe_quant). CPU, Ascend; CUDA: not of the grouped
+     * matmul, whose plan is refused. */
     FMOE_QUANT = 512,
     /* What the forward of experts and block keeps for the backward, of Ascend plans without FMOE_RECOMPUTE: everything,
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
@@ -478,8 +479,8 @@ FMOE_API fmoe_status fmoe_quant_repack(const fmoe_repack_args *);
  * to W2[e], without either sum being made:
  *   h = x . W1^T + lora_scale1 * (x . A1^T) . B1^T
  * Adapters are stacks beside lists too; rows of lora_b1 come in the order of W1's rows (beside lists: gates, then ups).
- * Their factors are of the plan's dtype or, on the CPU and Ascend, f32, and are rounded to it then. W is frozen where
- * its gradient is NULL, and then costs nothing in the backward but dx. */
+ * Their factors are of the plan's dtype or f32, and are rounded to it then. W is frozen where its gradient is NULL, and
+ * then costs nothing in the backward but dx. */
 typedef struct fmoe_weights {
     const fmoe_tensor *w1;      /* [E,2I,H] (ungated: [E,I,H]) */
     const fmoe_tensor *b1;      /* [E,2I] */

@@ -65,7 +65,7 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
         return w, []
     n, dtype, cpu = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0), x.dtype, x.is_cpu
     unit = (2, 1) if cpu else (1,) if x.is_cuda and flags & ops.TRANSPOSED else (2,)
-    wide = torch.float32 if not x.is_cuda and dtype.itemsize == 2 else dtype  # which the library narrows itself
+    wide = torch.float32 if dtype.itemsize == 2 else dtype  # which the library narrows itself
     return [*w[:n], *[_factor(t, wide if t.dtype == wide else dtype, unit) for t in w[n:]]], [scales]
 
 

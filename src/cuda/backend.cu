@@ -84,6 +84,8 @@ static fmoe_status open_device(Plan *plan, int id)
     int shared = 0;
     cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
     plan->shared = (size_t)at_most(shared, "FMOE_CUDA_SHARED");
+    const char *const ring = getenv("FMOE_CUDA_RING"); // bytes
+    plan->ring = ring && atoll(ring) > 0 ? atoll(ring) : (int64_t)62 << 20;
     plan->device = id;
     plan->cc = major * 10 + minor;
     if (plan->cc < 80)
@@ -232,6 +234,14 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                              p->d.dtype == FMOE_F32 ? "plain f32 multiply-adds" : "mma.sync",
                              *plan->why ? ", because: " : "", plan->why);
     }
+    if (p->d.flags & FMOE_QUANT) {
+        const int64_t each = p->h_cols * p->d.H * (p->d.dtype == FMOE_F32 ? 4 : 2),
+                      some = fmoe_max(fmoe_min(p->d.E, plan->ring / 2 / fmoe_max(each, 1)), 1);
+        used += snprintf(line + used, sizeof line - (size_t)used,
+                         "quantised weights: the experts that have rows are decoded into a ring in the workspace ahead "
+                         "of each product, %lld of W1 at a time\n",
+                         (long long)some);
+    }
     return (size_t)snprintf(text, n, "%s", line);
 }
 
@@ -248,6 +258,8 @@ static const fmoe_backend table = {
     {gmm_forward, gmm_backward},
     {activation_forward, activation_backward},
     {experts_forward, experts_backward},
+    true,
+    true,
 };
 
 extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)

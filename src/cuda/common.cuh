@@ -127,6 +127,7 @@ struct RowMap {
     int *slot;    // [R] row of each (token, choice), -1 when skipped
     int *ntile;   // [1]
     int2 *tile;   // tiles of FMOE_CUDA_TILE_M rows: expert, first row
+    int first;    // the expert of off[0], cnt[0]: not 0 where a product has some of the experts
     int *part;    // [blocks][E] scratch
     Ready *ready; // [kReady], or NULL: the sort makes them zero
 };
@@ -143,6 +144,7 @@ struct Plan {
     int device, cc, sms;
     int stages;    // of the fast general products
     size_t shared; // bytes that a block may have
+    int64_t ring;  // and decoded experts (quant/)
     fmoe_cuda_shape shape;
     fmoe_cuda_path path;
     const char *why;

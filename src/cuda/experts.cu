@@ -11,7 +11,8 @@
 // are further steps of the product. l1 = x A1 is kept too; p*l2 is made of p*a.
 #include "sm80/decode.cuh"
 #include "ops.cuh"
-#include "products.cuh"
+#include "quant/coded.cuh"
+#include "quant/narrow.cuh"
 
 static constexpr size_t kAlign = 4096; // rows of large buffers begin with a page of memory
 // As the API asks of it: offsets do not depend on the address, so that a caller may move it.
@@ -62,6 +63,8 @@ struct Forward {
     int *part;
     void *a, *h, *y;
     Rows l1, l2;
+    Quant quant;
+    NarrowRoom narrow;
 };
 static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, bool map)
 {
@@ -78,6 +81,8 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     f.h = f.y = fmoe_carve_take(c, fmoe_max(l.rows, rows), (size_t)columns * (l.dtype == FMOE_F32 ? 4 : 2));
     f.l1 = take_lora(c, l, d.rank1);
     f.l2 = take_lora(c, l, d.rank2);
+    f.quant = quant_carve(c, l, d);
+    f.narrow = narrow_carve(c, d, l.HC);
     return f;
 }
 
@@ -95,6 +100,8 @@ struct Backward {
     void *h, *dh, *dxr, *pa, *da;
     float *dp;
     Rows l1, l2, m1, m2;
+    Quant quant;
+    NarrowRoom narrow;
 };
 static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d)
 {
@@ -113,6 +120,8 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d
     b.m1 = take_lora(c, l, d.rank1);
     b.m2 = take_lora(c, l, d.rank2);
     if (l.T == 0) b.map = carve_map(c, 0, 0, l.E);
+    b.quant = quant_carve(c, l, d);
+    b.narrow = narrow_carve(c, d, l.HC);
     return b;
 }
 
@@ -126,7 +135,7 @@ static Layer make_layer(const fmoe_plan_impl *p, int64_t T, Stream *stream)
     l.H = p->d.H;
     l.I = p->d.I;
     l.HC = p->h_cols;
-    l.E = p->d.E;
+    l.E = l.all = p->d.E;
     l.k = p->d.k;
     l.R = T * p->d.k;
     l.rows = fmoe_cuda_rows(l.R, l.E, FMOE_CUDA_ALIGN);
@@ -168,15 +177,25 @@ static Mat stack_mat(const fmoe_tensor *t)
 }
 
 // W1 (or its gradient) in the order of h: all gates, then all ups, or (l.interleaved) as an interleaved stack has them.
+// coded: where W1 is quantised.
 static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weights *w, MatEntry *const list[3],
-                        size_t size)
+                        size_t size, const Coded *coded = nullptr)
 {
     Weight v = {};
     v.rows = l.HC;
     v.cols = l.H;
     v.parts = p->gated ? 2 : 1;
-    if (w->w1) {
-        const Mat m = stack_mat(w->w1);
+    v.coded = coded;
+    if (coded && p->gated && !w->w1) { // gate and up of a list: one after the other in the ring
+        v.strided = true;
+        v.whole = v.part[0] = v.part[1] = ring_mat(*coded, l.HC, l.H);
+        v.whole.split = l.I;
+        v.whole.delta = l.I * l.H;
+        v.part[1].p = (char *)v.part[0].p + (size_t)(l.I * l.H) * size;
+        return v;
+    }
+    if (w->w1 || coded) {
+        const Mat m = coded ? ring_mat(*coded, l.HC, l.H) : stack_mat(w->w1);
         const bool inter = p->gated && (p->d.flags & FMOE_INTERLEAVED);
         v.single = !inter || l.interleaved;
         v.strided = true;
@@ -208,14 +227,18 @@ static Weight w1_weight(const Layer &l, const fmoe_plan_impl *p, const fmoe_weig
     return v;
 }
 
-static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, size_t size)
+static Weight w2_weight(const Layer &l, const fmoe_weights *w, MatEntry *list, size_t size,
+                        const Coded *coded = nullptr)
 {
     Weight v = {};
     v.rows = l.H;
     v.cols = l.I;
     v.parts = 1;
     v.single = v.strided = true;
-    v.whole = v.part[0] = w->w2 ? stack_mat(w->w2) : rowmap_mat(w->down, l.E, size, list, *l.stream);
+    v.coded = coded;
+    v.whole = v.part[0] = coded   ? ring_mat(*coded, l.H, l.I)
+                          : w->w2 ? stack_mat(w->w2)
+                                  : rowmap_mat(w->down, l.E, size, list, *l.stream);
     return v;
 }
 
@@ -290,15 +313,15 @@ static ActArgs act_args(const Layer &l, const fmoe_plan_impl *p, const void *h)
 // Whether the forward fuses the activation with gates and ups apart; if it does not, h takes the order of an
 // interleaved stack. Forward and backward decide this alike, from x and the weights.
 static bool decide_fused(Layer &l, const fmoe_plan_impl *p, const fmoe_experts_args *a, MatEntry *const list[3],
-                         const Lora &lora, Weight *w1)
+                         const Quant &q, const Lora &lora, Weight *w1)
 {
     const size_t size = fmoe_dtype_size(l.dtype);
-    *w1 = w1_weight(l, p, &a->w, list, size);
+    *w1 = w1_weight(l, p, &a->w, list, size, coded(q.w1));
     const bool alternate = !w1->single && a->w.w1; // B1's rows too then: no fused product takes them
     if (!(alternate && lora.rows.cols) && up_fused_ok(l, fmoe_data(a->x), fmoe_stride(a->x, 0), *w1, lora)) return true;
     if (alternate) {
         l.interleaved = true;
-        *w1 = w1_weight(l, p, &a->w, list, size);
+        *w1 = w1_weight(l, p, &a->w, list, size, coded(q.w1));
     }
     return false;
 }
@@ -337,8 +360,10 @@ static void combine(const Layer &l, const void *y, const View *p, const fmoe_ten
     combine_rows(l.dtype, c, *l.stream);
 }
 
-fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
+fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *given, const fmoe_run *run)
 {
+    fmoe_experts_args args = *given;
+    const fmoe_experts_args *const a = &args;
     const Plan *plan = plan_of(p);
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
@@ -349,19 +374,26 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *a,
     const bool recompute = p->d.flags & FMOE_RECOMPUTE;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
-    if (!a->saved && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream))
+    const bool quant = a->w.quant1 || a->w.quant2;
+    const bool decode = !a->saved && !quant && fmoe_cuda_use_decode(&plan->shape, l.T),
+               narrowed = decode && narrow_factors(p->d, a, nullptr, f.narrow, &args.w, stream);
+    stream.overlap &= !narrowed; // decode kernels begin to read before the launch before them has ended
+    if (decode && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream))
         return fmoe_cuda_launched("experts forward (decode)");
+    stream.overlap = plan->cc >= 90;
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);
     void *h = nullptr;
     if (a->saved && !recompute) h = take_rows(&s, l, l.HC), f.l1 = take_lora(&s, l, p->d.rank1);
     l.map = f.map;
     l.map.ready = l.ready = f.ready;
     sort_rows(l, p, a, f.part);
+    if (!narrowed) narrow_factors(p->d, a, l.map.cnt, f.narrow, &args.w, stream);
+    if (quant) quant_describe(l, p->gated, &a->w, f.quant);
 
     Weight w1;
     const Lora lora1 = {f.l1, b1_factor(l, p, a->w.lora_b1)}, lora2 = {f.l2, factor_weight(a->w.lora_b2)};
-    const bool apart = decide_fused(l, p, a, f.lists.w, lora1, &w1);
-    const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size);
+    const bool apart = decide_fused(l, p, a, f.lists.w, f.quant, lora1, &w1);
+    const Weight w2 = w2_weight(l, &a->w, f.lists.w[2], size, coded(f.quant.w2));
     const void *x = fmoe_data(a->x);
     const int64_t ldx = fmoe_stride(a->x, 0);
     const Bias b1 = b1_bias(l, p, p->d.flags & FMOE_BIAS ? a->w.b1 : nullptr);
@@ -455,8 +487,10 @@ static void factor_grads(Layer &l, const fmoe_experts_args *a, const Backward &b
         lora_grad_product(l, Product::LORA_D, b.m1, false, x, true, stack_mat(dw->lora_a1), grad_f32(dw->lora_a1), add);
 }
 
-fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run)
+fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *given, const fmoe_run *run)
 {
+    fmoe_experts_args args = *given;
+    const fmoe_experts_args *const a = &args;
     const Plan *plan = plan_of(p);
     DeviceScope scope(plan->device);
     FMOE_TRY(plan_report(plan));
@@ -479,12 +513,14 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *a
         sort_rows(l, p, a, nullptr);
     }
 
+    narrow_factors(p->d, a, l.map.cnt, b.narrow, &args.w, stream);
     const fmoe_weights *dw = &a->dw;
     Weight w1;
     const Lora lora1 = {b.l1, b1_factor(l, p, a->w.lora_b1)}, back1 = {b.m1, factor_weight(a->w.lora_a1)},
                back2 = {b.m2, factor_weight(a->w.lora_a2)};
-    const bool fused = decide_fused(l, p, a, b.lists.w, lora1, &w1);
-    const Weight w2 = w2_weight(l, &a->w, b.lists.w[2], fmoe_dtype_size(l.dtype));
+    if (a->w.quant1 || a->w.quant2) quant_describe(l, p->gated, &a->w, b.quant);
+    const bool fused = decide_fused(l, p, a, b.lists.w, b.quant, lora1, &w1);
+    const Weight w2 = w2_weight(l, &a->w, b.lists.w[2], fmoe_dtype_size(l.dtype), coded(b.quant.w2));
     const void *x = fmoe_data(a->x), *dout = fmoe_data(a->dout);
     const int64_t ldx = fmoe_stride(a->x, 0), ldd = fmoe_stride(a->dout, 0);
     const bool bias = p->d.flags & FMOE_BIAS;

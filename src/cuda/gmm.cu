@@ -65,7 +65,7 @@ static Layer gmm_layer(const fmoe_plan_impl *p, const Groups &g, Stream &s)
     l.plan = plan_of(p);
     l.stream = &s;
     l.dtype = p->d.dtype;
-    l.E = g.E;
+    l.E = l.all = g.E;
     l.R = l.rows = g.map.off ? gmm_count(g) : 0; // without a row map it is the general kernel's
     l.map = g.map;
     l.ragged = true;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // products.cu - see products.cuh.
-#include "products.cuh"
+#include "quant/chunks.cuh"
 
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }
 
@@ -10,7 +10,7 @@ static bool run_hopper(Layer &l, Product product, Sm90Kernel kernel, int f32, Sm
 {
     const bool list = a.place_b[0].list || a.place_b[1].list || a.place_d[0].list || a.place_d[1].list,
                lora = a.lora_steps || a.lora_tail;
-    a.lets_in_early = traits(product).lets_in_early;
+    a.lets_in_early = traits(product).lets_in_early && !l.chunk;
     if (a.lets_in_early) l.readies++;
     a.ready = l.readies ? &l.ready[l.readies - 1] : nullptr;
     a.begin = may_begin_early(l.stream->last, product) && a.ready && !list && !lora ? SM90_EARLY : SM90_AFTER;
@@ -171,7 +171,7 @@ static bool rows_hopper(Layer &l, Product product, const Rows &x, bool gathered,
     if (!w.single && !cut) return false;
     // Gathered rows, biases, ragged groups, and parts of the contraction that are not whole steps are the tokens
     // kernel's.
-    a.tokens = gathered || l.ragged || fmoe_cuda_use_tokens(l.R, l.E) || (x.cols / parts) % 64 != 0 || b.p;
+    a.tokens = gathered || l.ragged || fmoe_cuda_use_tokens(l.R, l.all) || (x.cols / parts) % 64 != 0 || b.p;
     bool n_major = false;
     for (int i = 0; i < parts; i++) {
         const WeightMap m =
@@ -216,8 +216,8 @@ static GemmArgs rows_args(const Layer &l, const Rows &x, bool gathered, const We
     return g;
 }
 
-static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
-                         const Bias &b, const Lora &lora, const Rows &out)
+static void rows_some(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
+                      const Bias &b, const Lora &lora, const Rows &out)
 {
     if (rows_hopper(l, product, x, gathered, w, rows_k, b, lora, out)) return;
     if (!lora.rows.cols || !rows_hopper(l, product, x, gathered, w, rows_k, b, Lora{}, out)) {
@@ -230,6 +230,14 @@ static void rows_product(Layer &l, Product product, const Rows &x, bool gathered
     GemmArgs g = rows_args(l, lora.rows, false, lora.factor, rows_k, out);
     g.accumulate = 1;
     gemm_sm80(l.dtype, g, *l.stream);
+}
+
+static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
+                         const Bias &b, const Lora &lora, const Rows &out)
+{
+    by_chunks(l, w, b, lora, [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
+        rows_some(some, product, x, gathered, v, rows_k, bias, adapter, out);
+    });
 }
 
 void up_rows(Layer &l, const Rows &x, const Weight &w1, const Bias &b1, const Lora &lora, const Rows &h)
@@ -302,7 +310,7 @@ bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, c
 {
     if (l.plan->path != FMOE_PATH_SM90) return mma_pairs_ok(l, x, ldx, w1, lora);
     const bool bias = !b1.p || (b1.n == 1 && b1.g % 2 == 0 && (uintptr_t)b1.p % 4 == 0); // read two at a time
-    return l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.E) &&
+    return l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.all) &&
            bias && gather_ok(x, ldx) && map_ok(l, w1.whole, true) && lora_ok(l, lora, 1, true);
 }
 
@@ -314,8 +322,8 @@ static bool glu_map(CUtensorMap *m, const Layer &l, const Weight &w)
            sm90_map_glu(m, l.dtype, g.p, w.cols, l.I, l.E, g.r, ((char *)u.p - (char *)g.p) / 2, g.g);
 }
 
-void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
-              void *a_out)
+static void up_some(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
+                    void *a_out)
 {
     if (l.plan->path != FMOE_PATH_SM90) return mma_up(l, x, ldx, w1, b1, lora, h, a_out);
     if (!hopper(l)) return;
@@ -323,7 +331,7 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     const bool gated = w1.parts == 2, pairs = l.interleaved,
                columns = gated && by_columns(pairs ? w1.whole : w1.part[0]),
                smooth = gated && l.act.kind <= FAST_TANH && !b1.p;
-    a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.E) || l.I % 64 != 0 || !smooth);
+    a.tokens = !pairs && (fmoe_cuda_use_tokens(l.R, l.all) || l.I % 64 != 0 || !smooth);
     // Few rows: gates and ups alternate in the tile, 8 rows of each.
     const bool alternate =
         smooth && a.tokens && !columns && glu_map(&a.b[0], l, w1) &&
@@ -358,17 +366,25 @@ void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias
     run_hopper(l, Product::UP, kernel, 0, a);
 }
 
+void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
+              void *a_out)
+{
+    by_chunks(l, w1, b1, lora, [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
+        up_some(some, x, ldx, v, bias, adapter, h, a_out);
+    });
+}
+
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora)
 {
     if (l.plan->path != FMOE_PATH_SM90) return mma_dh_ok(l, dout, ldd, w2, lora);
     const bool columns = by_columns(w2.whole);
     // Gate and up as neighbours, with few rows: 1 to 2 % slower.
-    const bool order = !l.interleaved || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.E));
+    const bool order = !l.interleaved || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.all));
     return order && w2.single && map_ok(l, w2.whole, columns) && gather_ok(dout, ldd) && lora_ok(l, lora, 1, columns);
 }
 
-int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
-             void *pa, float *dp)
+static int dh_some(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
+                   void *pa, float *dp)
 {
     if (l.plan->path != FMOE_PATH_SM90) return mma_dh(l, dout, ldd, w2, lora, h, dh, pa, dp);
     if (!hopper(l)) return 0;
@@ -396,6 +412,16 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
                            : SM90_DH_128,
                0, a);
     return (int)((l.I + tile - 1) / tile);
+}
+
+int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora, const void *h, void *dh,
+             void *pa, float *dp)
+{
+    int parts = 0;
+    by_chunks(l, w2, Bias{}, lora, [&](Layer &some, const Weight &v, const Bias &, const Lora &adapter) {
+        parts = dh_some(some, dout, ldd, v, adapter, h, dh, pa, dp);
+    });
+    return parts;
 }
 
 // ---- Weight gradients ----

@@ -5,6 +5,7 @@
 #include "sm90/product.cuh"
 
 // Weights as the products see them: one matrix in the order of h's columns, or gate and up apart.
+struct Coded;
 struct Weight {
     Mat whole;   // rows in the order of h (a split where gate and up lie apart)
     Mat part[2]; // gate, up; or part[0] alone
@@ -12,6 +13,7 @@ struct Weight {
     bool single;  // `whole` is one matrix an expert
     bool strided; // every part is there
     int64_t rows, cols;
+    const Coded *coded; // or NULL; quantised: `whole` and `part` are the ring that experts are decoded into (quant/)
 };
 
 struct Layer {
@@ -19,6 +21,8 @@ struct Layer {
     Stream *stream;
     int dtype;
     int64_t T, H, I, HC, E, k, R, rows; // HC: columns of h
+    int64_t all;                        // experts of the layer, of which these are E
+    bool chunk;                         // they were just decoded (quant/)
     bool interleaved;                   // gate and up alternate in h
     bool ragged;                        // groups begin and end anywhere (grouped matmul)
     FastAct act;

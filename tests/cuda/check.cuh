@@ -356,4 +356,5 @@ void check_gmm();
 void check_activation();
 void check_experts(int cases);
 void check_special();
+void check_quant(int cases);
 void check_big();

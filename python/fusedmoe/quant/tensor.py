@@ -13,6 +13,7 @@ from .. import _core
 from .formats import E2M1, E4M3, E4M3_SCALE, E8M0, FP4, HALVES, HIGH_FIRST, NF4, Format, by_name
 
 _aten = torch.ops.aten
+_AT_ONCE = 16  # experts that pass the CPU at a time, of a stack on a device
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -52,7 +53,13 @@ class QuantTensor(Tensor):
         scale = torch.empty((E, *format.grid(N, K)), dtype=format.scale_dtype, device=w.device)
         scale2 = torch.tensor([format.scale2], device=w.device) if format.scale2 else None
         made = cls(codes, scale, format, w.shape, w.dtype, scale2)
-        _core.quantize(False, w.detach().contiguous(), codes, made.descriptor())
+        if w.is_cpu:
+            _core.quantize(False, w.detach().contiguous(), codes, made.descriptor())
+            return made
+        for e in range(0, E, _AT_ONCE):  # the library makes codes on the CPU
+            here, own = made.experts(e, e + _AT_ONCE), cls.from_weights(w.detach()[e : e + _AT_ONCE].cpu(), format)
+            here.codes.copy_(own.codes)
+            here.scale.copy_(own.scale)
         return made
 
     @classmethod
@@ -121,6 +128,11 @@ class QuantTensor(Tensor):
         dtype = dtype or self.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return self.dequantize(torch.float32).to(dtype)
+        if not self.codes.is_cpu:  # the library decodes into tensors on the CPU; a layer on the device decodes by itself
+            if self.dim() == 2:
+                return self.map(Tensor.cpu).dequantize(dtype).to(self.codes.device)
+            parts = [self.experts(e, e + _AT_ONCE).map(Tensor.cpu) for e in range(0, self.shape[0], _AT_ONCE)]
+            return torch.cat([part.dequantize(dtype).to(self.codes.device) for part in parts])
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
         out, codes = torch.empty(shape, dtype=dtype, device=self.codes.device), self.codes
         _core.quantize(True, *((out, codes) if self.dim() == 3 else (out.unsqueeze(0), codes.unsqueeze(0))), self.descriptor())

@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(THREADS)
         n0 = (int64_t)(blockIdx.x % nN) * BN;
         if (map.off) {
             if (tile >= *map.ntile) return;
-            e = map.tile[tile].x;
+            e = map.tile[tile].x - map.first;
+            if (e < 0 || e >= g.E) return;
             row0 = map.tile[tile].y;
             rows = map.off[e + 1] - row0;
         } else {
@@ -267,7 +268,7 @@ template <class T> static void run(int dtype, int a_dtype, int b_dtype, const Ge
 {
     const int64_t nN = (g.N + BN - 1) / BN;
     const int64_t nM = g.wgrad           ? (g.M + BM - 1) / BM
-                       : g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, BM)
+                       : g.map_value.off ? fmoe_cuda_tiles(g.R, g.map_value.first + g.E, BM)
                                          : (g.R + BM - 1) / BM;
     if (nN * nM == 0) return;
     const dim3 grid((unsigned)(nN * nM), g.wgrad ? (unsigned)g.E : 1);

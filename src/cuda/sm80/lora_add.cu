@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(THREADS, 2)
     int e = 0;
     if (map.off) {
         if (tile >= *map.ntile) return;
-        e = map.tile[tile].x;
+        e = map.tile[tile].x - map.first;
+        if (e < 0 || e >= g.E) return;
         row0 = map.tile[tile].y;
         end = map.off[e + 1];
     }
@@ -125,7 +126,8 @@ __global__ void __launch_bounds__(THREADS, 2)
 
 template <class T> static void run_add(const GemmArgs &g, Stream &s)
 {
-    const int64_t tiles = g.map_value.off ? fmoe_cuda_tiles(g.R, g.E, ROWS) : (g.R + ROWS - 1) / ROWS,
+    const int64_t tiles =
+                      g.map_value.off ? fmoe_cuda_tiles(g.R, g.map_value.first + g.E, ROWS) : (g.R + ROWS - 1) / ROWS,
                   blocks = tiles * ((g.N + SPAN - 1) / SPAN);
     const bool a_words = g.K % 4 == 0 && g.A.r % 4 == 0 && (uintptr_t)g.A.p % 8 == 0;
     const bool b_words =

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// coded.cuh - quantised weights (fmoe_quant) under the products: some experts at a time are decoded into a ring in the
+// workspace, just ahead of the product that multiplies them. So there is never a 16-bit copy of the layer, and every
+// product is the one of plain weights.
+#pragma once
+#include "cuda/products.cuh"
+
+// ---- Codes as a kernel sees them ----
+
+enum ScaleKind { SCALE_F32, SCALE_BF16, SCALE_F16, SCALE_E8M0, SCALE_E4M3, SCALE_U8 };
+
+// Scales or zero points, one a group: a stack, or a list of matrices in device memory.
+struct CodedGrid {
+    const void *p; // NULL, and no list: there are none
+    const MatEntry *list;
+    int64_t g, r, c; // strides in elements
+    ScaleKind kind;
+};
+
+struct CodedMatrix {
+    const uint8_t *codes;
+    const MatEntry *list;
+    int64_t g, r; // bytes from expert to expert and from row to row
+    CodedGrid scale, zeros;
+    const float *scale2; // of expert e at e * scale2_g, or
+    const MatEntry *scale2_list;
+    int64_t scale2_g;
+    int N, K;
+    int code, high_first; // fmoe_code
+    int group_rows, group_cols;
+    int half, lower_groups; // rows from `half` on count their groups from `lower_groups` on (FMOE_QUANT_HALVES)
+    float zero;             // of 8 bits
+    float table[16];        // of 4 bits: values, the constant zero point subtracted
+    bool vectors;           // rows of codes begin at whole words, groups have whole eights of them
+    bool streams;           // rows of codes are whole 16 bytes, rows of scales begin at words (decode_codes.cu)
+};
+
+// A launch: experts first ... first + n - 1 that have rows, [n, N, K] at `out`.
+struct DequantArgs {
+    CodedMatrix m;
+    void *out;
+    int64_t out_g;  // elements from one expert to the next
+    const int *cnt; // [n] rows of each, or NULL: all are decoded
+    int first, n;
+    bool early; // nothing that the launch before touches is touched, and `out` is free since that one began
+};
+void dequantise(int dtype, const DequantArgs &a, Stream &s);
+
+// ---- Codes as the layer sees them ----
+
+// Of one weight: gate and up of a list are two matrices, one after the other in each expert's part of the ring.
+struct Coded {
+    CodedMatrix part[2];
+    int parts;
+    void *ring;
+    int64_t each;  // bytes of an expert, decoded
+    int64_t chunk; // experts of half a ring
+    int64_t other; // bytes into the ring of every second chunk
+};
+
+static inline const Coded *coded(const Coded &c) { return c.parts ? &c : nullptr; }
+
+// Experts that are decoded, [chunk, rows, cols] in the ring.
+static inline Mat ring_mat(const Coded &c, int64_t rows, int64_t cols)
+{
+    Mat m = {};
+    m.p = c.ring;
+    m.g = rows * cols;
+    m.r = cols;
+    m.c = 1;
+    m.split = INT64_MAX;
+    return m;
+}
+
+// The weights of a layer, and what plans with FMOE_QUANT have in the workspace: the ring, and device copies of lists of
+// codes, scales, zeros and second scales (gate or W1, up, W2).
+struct Quant {
+    Coded w1, w2;
+    void *ring;
+    MatEntry *lists[3][4];
+};
+Quant quant_carve(fmoe_carve *c, const Layer &l, const fmoe_desc &d);
+void quant_describe(const Layer &l, bool gated, const fmoe_weights *w, Quant &q);

@@ -5,6 +5,11 @@ and chart.png into --out.
 
     python bench/h200.py --out build/h200 --cuda-bench build/cuda_bench --library $PWD/build/libfusedmoe_cuda.so
 
+Peers that are installed (SonicMoE, Liger-Kernel, ScatterMoE, LLaMA-Factory) are timed beside ours by peers.py, and who is missing
+is said; --only-peers leaves the rest out, and writes peers.json and peers.md:
+
+    python bench/h200.py --only-peers --peers fusedmoe,sonicmoe --layers q30:16384,mixtral:8192
+
 --other NAME=PROGRAM times another implementation's program too: called as PROGRAM SHAPE T 0 chain, it prints lines that contain
 "from idle" or "sustained", "forward" or "fwd+bwd", and a rate before "TF/s".
 """
@@ -20,9 +25,11 @@ import statistics
 import subprocess
 import sys
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peers
 import torch
 import transformers
 
@@ -32,6 +39,7 @@ from fusedmoe.integrations import transformers as hf
 SHAPES = {  # H, I, E, k
     "q30": ("Qwen3-30B-A3B", 2048, 768, 128, 8), "olmoe": ("OLMoE", 2048, 1024, 64, 8), "q235": ("Qwen3-235B", 4096, 1536, 128, 8),
     "mixtral": ("Mixtral", 4096, 14336, 8, 2), "dsv3": ("DeepSeek-V3/8", 7168, 2048, 32, 8),
+    "gptoss": ("gpt-oss-20b sizes", 2880, 2880, 32, 4),
 }  # fmt: skip
 LAYERS = ["q30:4096", "q30:8192", "q30:16384", "q30:32768", "olmoe:16384", "q235:16384", "mixtral:8192", "dsv3:8192"]
 DECODE = [1, 4, 8, 16, 32, 64]
@@ -205,6 +213,21 @@ class Report:
         figure.savefig(path, dpi=130)
 
 
+def beside_peers(out: Path, names: list[str], cases: list[str], graphs: bool) -> list[str]:
+    """peers.py on these cases; its rows go to peers.json after every case."""
+    versions, missing = peers.installed(names)
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        title, *sizes = shape_of(case)
+        rows += peers.measure(title, tuple(sizes), list(versions), graphs=graphs)
+        torch.cuda.empty_cache()
+        (out / "peers.json").write_text(json.dumps({"versions": versions, "missing": missing, "rows": rows}, indent=1))
+        print("\n".join(peers.report([r for r in rows if r["case"] == title], versions, missing)), flush=True)
+    lines = peers.report(rows, versions, missing)
+    (out / "peers.md").write_text("\n".join(lines))
+    return lines
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -213,11 +236,18 @@ def main() -> int:
     parser.add_argument("--library", help="absolute path of libfusedmoe_cuda.so, for --cuda-bench")
     parser.add_argument("--other", action="append", default=[], metavar="NAME=PROGRAM")
     parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--peers", default=",".join(peers.PEERS), help="whom peers.py times (default %(default)s)")
+    parser.add_argument("--only-peers", action="store_true", help="nothing but that")
+    parser.add_argument("--no-graphs", action="store_true", help="of peers: no CUDA graphs")
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
     LAYERS[:] = args.layers.split(",")
     args.out.mkdir(parents=True, exist_ok=True)
     hf.register()
+    beside = partial(beside_peers, args.out, args.peers.split(","), LAYERS, not args.no_graphs)
+    if args.only_peers:
+        print("\n".join(beside()))
+        return 0
     data: dict[str, Any] = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
         "cuda": torch.version.cuda, "date": str(date.today()), "commit": args.commit, "bandwidth": copy_bandwidth(),
@@ -245,6 +275,7 @@ def main() -> int:
     report = Report(data)
     head = "{device}, CUDA {cuda}, torch {torch}, transformers {transformers}, {date}, commit {commit}".format(**data)
     lines = [f"{head}; copy bandwidth {data['bandwidth'] * 1e-12:.2f} TB/s", "", *report.layers(), *report.memory(), *report.decode()]
+    lines += beside()
     (args.out / "table.md").write_text("\n".join(lines))
     print("\n".join(lines), flush=True)
     report.chart(args.out / "chart.png")

@@ -172,17 +172,23 @@ def installed(names: Iterable[str] = PEERS) -> tuple[dict[str, str], dict[str, s
 
 
 def block(run: Callable[[], Any]) -> list[float]:
-    """Milliseconds of the passes of one block, the cold ones left out; at most 16 passes are queued."""
+    """Milliseconds of the passes of one block, the cold ones left out. At most 16 passes are queued."""
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()
-    while len(events) < 17 or events[0].elapsed_time(events[-17]) < BLOCK:
+    spent = 0.0
+    while spent < BLOCK:
         run()
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
-        if len(events) > 17:
-            events[-17].synchronize()
+        if len(events) > 16:
+            events[-16].synchronize()
+            spent = events[0].elapsed_time(events[-16])
     torch.cuda.synchronize()
-    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return warm([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
+
+
+def warm(times: list[float]) -> list[float]:
+    """Those that begin after the cold part of a block, or the last one."""
     return [t for t, end in zip(times, itertools.accumulate(times), strict=True) if end - t >= COLD] or times[-1:]
 
 

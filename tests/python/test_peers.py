@@ -64,6 +64,11 @@ def test_turns_rotate():
     assert found == {"a": 7.0, "b": 6.0, "c": 9.0}
 
 
+def test_the_cold_part_of_a_block_does_not_count():
+    assert peers.warm([100.0, 29.0, 1.0, 50.0, 60.0]) == [50.0, 60.0]  # begin at 0, 100, 129, 130, 180 ms
+    assert peers.warm([90.0, 20.0]) == [20.0]
+
+
 def test_tables_from_numbers():
     rate = lambda impl, what, regime, v: {"case": "A, 8", "impl": impl, "pass": what, "regime": regime, "ms": 1.0, "tflops": v}
     rows = [rate("fusedmoe", "fwd", "held", 550.4), rate("fusedmoe", "fwd+bwd", "held", 500.0), rate("other", "fwd", "held", 500.0)]

@@ -172,7 +172,7 @@ def installed(names: Iterable[str] = PEERS) -> tuple[dict[str, str], dict[str, s
 
 
 def block(run: Callable[[], Any]) -> list[float]:
-    """Milliseconds of the passes of one block, the cold ones left out. At most 16 passes are queued."""
+    """Milliseconds of the passes of one block, the cold ones left out. At most four passes are queued."""
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()
     spent = 0.0
@@ -180,9 +180,9 @@ def block(run: Callable[[], Any]) -> list[float]:
         run()
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
-        if len(events) > 16:
-            events[-16].synchronize()
-            spent = events[0].elapsed_time(events[-16])
+        if len(events) > 4:
+            events[-4].synchronize()
+            spent = events[0].elapsed_time(events[-4])
     torch.cuda.synchronize()
     return warm([a.elapsed_time(b) for a, b in itertools.pairwise(events)])
 

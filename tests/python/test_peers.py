@@ -64,6 +64,33 @@ def test_turns_rotate():
     assert found == {"a": 7.0, "b": 6.0, "c": 9.0}
 
 
+def test_a_block_of_a_clock(monkeypatch):
+    now = {"queued": 0.0, "done": 0.0}
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = now["queued"]
+
+        def synchronize(self):
+            now["done"] = max(now["done"], self.at)
+
+        def elapsed_time(self, other):
+            assert max(self.at, other.at) <= now["done"], "an event that has not happened"
+            return other.at - self.at
+
+    def run():
+        now["queued"] += 7.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: now.update(done=now["queued"]))
+    assert set(peers.block(run)) == {7.0}
+    assert peers.BLOCK <= now["queued"] < peers.BLOCK + 5 * 7
+    assert peers.replays(run) == [7.0] * peers.REPLAYS
+
+
 def test_the_cold_part_of_a_block_does_not_count():
     assert peers.warm([100.0, 29.0, 1.0, 50.0, 60.0]) == [50.0, 60.0]  # begin at 0, 100, 129, 130, 180 ms
     assert peers.warm([90.0, 20.0]) == [20.0]

@@ -10,6 +10,7 @@ from .integrations.report import report
 from .integrations.transformers import apply, unapply
 from .integrations.transformers import register as _register
 from .ops import set_max_isa
+from .quant.merging import merge_and_unload
 from .quant.model import dequantize, describe, quantize
 from .quant.tensor import QuantTensor
 
@@ -30,6 +31,6 @@ def __getattr__(name: str) -> object:
 
 __all__ = [
     "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block", "cpu_isa",
-    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "ops", "permute", "quantize", "report", "route",
+    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "merge_and_unload", "ops", "permute", "quantize", "report", "route",
     "routing", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

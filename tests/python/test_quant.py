@@ -207,19 +207,64 @@ def test_peft_trains_adapters_on_quantised_experts(never_decoded):
         assert torch.equal(grad, results[1][1][name]), name
 
 
-def test_adapters_are_merged_into_decoded_weights_and_never_lost():
+def _tuned(format="nf4"):
     peft = pytest.importorskip("peft")
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = peft.get_peft_model(fusedmoe.quantize(tiny(), "nf4"), peft.LoraConfig(r=4, target_parameters=targets, init_lora_weights=False))
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_parameters=targets, init_lora_weights=False)
+    return peft.get_peft_model(fusedmoe.quantize(tiny(), format), config).eval()
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("ours", [False, True])
+def test_adapters_are_merged_into_decoded_weights(safe, ours):
+    model = _tuned()
     with torch.no_grad():
-        want = model.eval()(TOKENS).logits
-        for safe in (False, True):
-            with pytest.raises(NotImplementedError, match="cannot be written to.*fusedmoe.dequantize"):
-                model.merge_and_unload(safe_merge=safe)
-        merged = fusedmoe.dequantize(model).merge_and_unload()
-        assert not any("lora" in n for n, _ in merged.named_parameters())
+        want = model(TOKENS).logits
+        merged = fusedmoe.merge_and_unload(model, safe_merge=safe)[0] if ours else model.merge_and_unload(safe_merge=safe)
+        assert not any("lora" in n or isinstance(p, QuantTensor) for n, p in merged.named_parameters())
         error = (merged(TOKENS).logits - want).float().norm() / want.float().norm()
     assert error < 0.02  # W + BA is rounded to bfloat16
+    assert not ours or getattr(merged, "hf_quantizer", None) is None
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_adapters_are_merged_and_quantised_again_with_the_error(format, tmp_path):
+    model = _tuned(format=format)
+    base = model.get_base_model().model.layers[0].mlp.experts
+    w, delta = base.base_layer.base_layer.gate_up_proj.dequantize(), {}
+    for wrapper in (base, base.base_layer):
+        delta[wrapper.parameter_name] = wrapper.get_delta_weight("default")
+    whole = (w + delta["gate_up_proj"]).float()
+    merged, errors = fusedmoe.merge_and_unload(model, requantize=True)
+    held = merged.model.layers[0].mlp.experts.gate_up_proj
+    assert isinstance(held, QuantTensor) and held.format.name == format and len(errors) == 4
+    assert not any("lora" in n for n, _ in merged.named_parameters())
+    found = errors["model.layers.0.mlp.experts.gate_up_proj"]
+    difference = (held.dequantize(torch.float32) - whole).norm()
+    assert abs(found.weights - difference / whole.norm()) < 0.02 * found.weights + 1e-3
+    assert abs(found.adapter - difference / (whole - w.float()).norm()) < 0.02 * found.adapter + 1e-2
+    if hasattr(merged, "save_pretrained") and int(pytest.importorskip("transformers").__version__.split(".")[1]) >= 6:
+        merged.save_pretrained(tmp_path)
+        again = type(merged).from_pretrained(tmp_path, dtype=torch.bfloat16)
+        held = again.model.layers[0].mlp.experts.gate_up_proj
+        assert torch.equal(held.codes, merged.model.layers[0].mlp.experts.gate_up_proj.codes)
+
+
+def test_a_merge_that_fails_changes_nothing():
+    model = _tuned()
+    before = {n: p for n, p in model.named_parameters() if isinstance(p, QuantTensor)}
+    with torch.no_grad():
+        want = model(TOKENS).logits
+        for name, p in model.named_parameters():
+            if "lora_A" in name and "layers.0." in name:
+                kept = p.data.clone(), p
+                p.data.fill_(float("nan"))
+        with pytest.raises(ValueError, match="NaN"):
+            fusedmoe.merge_and_unload(model, safe_merge=True, requantize=True)
+        kept[1].data.copy_(kept[0])
+    assert all(isinstance(p, QuantTensor) for n, p in model.named_parameters() if n in before and "layers.0." in n)
+    assert want.isfinite().all()
 
 
 @pytest.mark.parametrize("I", [128, 48])

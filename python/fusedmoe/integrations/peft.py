@@ -97,11 +97,19 @@ def _forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     return base(x, *args, **kwargs, lora=lora)
 
 
+def _merge(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """ParamWrapper.merge, which adds to the parameter in place."""
+    from ..quant.merging import merged  # which imports this module
+
+    merged(self, lambda: self._fmoe_merge(*args, **kwargs))
+
+
 def register() -> None:
     """Patch ParamWrapper, where PEFT (from 0.17 on) is imported."""
     wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
     if wrapper is not None and not hasattr(wrapper, "_fmoe_forward"):
         wrapper._fmoe_forward, wrapper.forward = wrapper.forward, _forward
+        wrapper._fmoe_merge, wrapper.merge = wrapper.merge, _merge
 
 
 _LINEARS = "Linear", "Linear4bit", "Linear8bitLt"  # the last two wrap those of bitsandbytes

@@ -68,6 +68,13 @@ def ours(folder):
     return fusedmoe.apply(plain(folder))
 
 
+def quantised(folder):
+    """Experts become NF4 as they are loaded."""
+    import fusedmoe
+
+    return plain(folder, quantization_config=fusedmoe.QuantConfig("nf4"))
+
+
 def every_process(folder):
     """Each process loads all of it, then FSDP2 cuts it up."""
     return _shard(ours(folder))
@@ -122,6 +129,7 @@ def zero3_ours(folder):
 WAYS = {
     "from_pretrained, eager": (1, plain),
     "from_pretrained, fusedmoe": (1, ours),
+    'from_pretrained, QuantConfig("nf4")': (1, quantised),
     "2 processes, each loads, FSDP2": (2, every_process),
     "2 processes, the first loads, FSDP2": (2, first_process),
     "2 processes, DistributedConfig(fsdp_size=2)": (2, transformers_plan),
@@ -145,7 +153,7 @@ def child(folder: str, way: str, out: str) -> None:
     small = fusedmoe.apply(transformers.Qwen3MoeForCausalLM(small))  # what is imported late is no memory of loading
     with tempfile.TemporaryDirectory() as other:
         small.save_pretrained(other)
-        plain(other)
+        (load if processes == 1 else plain)(other)
     if "ZeRO-3" in way:
         import deepspeed
 
@@ -186,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--csv")
+    parser.add_argument("--only", default="", help="ways whose names have this in them")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -204,7 +213,7 @@ def main() -> None:
             names = list(file.keys())
         assert any(".experts.0.gate_proj." in name for name in names), "one tensor an expert"
         rows = []
-        for way in WAYS:
+        for way in [w for w in WAYS if args.only in w]:
             if "ZeRO-3" in way and find_spec("deepspeed") is None:
                 print(f"{way:43}  not measured: DeepSpeed is not installed")
                 continue

@@ -30,7 +30,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
-    "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block", "cpu_isa",
-    "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "merge_and_unload", "ops", "permute", "quantize", "report", "route",
-    "routing", "set_max_isa", "unapply", "unpermute",
+    "Activation", "Flag", "GmmFunction", "HybridGmmFunction", "QuantTensor", "Score", "activation", "apply", "autograd", "block",
+    "cpu_isa", "dequantize", "describe", "empty_cache", "experts", "grouped_matmul", "info", "merge_and_unload", "ops", "permute",
+    "quantize", "report", "route", "routing", "set_max_isa", "unapply", "unpermute",
 ]  # fmt: skip

@@ -120,7 +120,7 @@ class QuantTensor(Tensor):
 
     def descriptor(self) -> tuple:
         """fmoe_quant of a stack, as _core takes it."""
-        f, stack = self.format, (lambda t: t if t is None or self.dim() == 3 else t.unsqueeze(0))
+        f, stack = self.format, (lambda t: t if t is None or self.codes.dim() == 3 else t.unsqueeze(0))
         return f.code, f.flags, f.rows, f.cols, f.scale_type, f.zero, stack(self.scale), stack(self.zeros), self.scale2
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -129,14 +129,14 @@ class QuantTensor(Tensor):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return self.dequantize(torch.float32).to(dtype)
         if not self.codes.is_cpu:  # the library decodes into tensors on the CPU; a layer on the device decodes by itself
-            if self.dim() == 2:
+            if self.dim() != 3:
                 return self.map(Tensor.cpu).dequantize(dtype).to(self.codes.device)
             parts = [self.experts(e, e + _AT_ONCE).map(Tensor.cpu) for e in range(0, self.shape[0], _AT_ONCE)]
             return torch.cat([part.dequantize(dtype).to(self.codes.device) for part in parts])
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        shape = (*self.codes.shape[:-1], self.numel() // max(self.codes.shape[:-1].numel(), 1))
         out, codes = torch.empty(shape, dtype=dtype, device=self.codes.device), self.codes
-        _core.quantize(True, *((out, codes) if self.dim() == 3 else (out.unsqueeze(0), codes.unsqueeze(0))), self.descriptor())
-        return out.mT.contiguous() if self.transposed else out
+        _core.quantize(True, *((out, codes) if codes.dim() == 3 else (out.unsqueeze(0), codes.unsqueeze(0))), self.descriptor())
+        return (out.mT.contiguous() if self.transposed else out).view(self.shape)
 
     def nbytes_held(self) -> int:
         """Bytes of codes and scales."""
@@ -232,7 +232,9 @@ def _to_copy(t: QuantTensor, **kwargs: Any) -> QuantTensor:
 
 
 def _copy(t: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTensor | None:
-    if not isinstance(source, QuantTensor) or (t.format, t.shape, t.transposed) != (source.format, source.shape, source.transposed):
+    if not isinstance(source, QuantTensor):  # DistributedDataParallel sends every process the weights of the first
+        return t if source.shape == t.shape and torch.equal(t.dequantize(), source.to(t.dtype)) else None
+    if (t.format, t.shape, t.transposed) != (source.format, source.shape, source.transposed):
         return None
     for name, part in t.parts().items():
         part.copy_(source.parts()[name], non_blocking)
@@ -269,8 +271,10 @@ def _new_zeros(t: QuantTensor, size: Any, **kwargs: Any) -> QuantTensor | None:
 
 
 def _same_shape(t: QuantTensor, size: Any, *_: Any) -> QuantTensor | None:
-    """view(-1) too, which FSDP2 makes and does not read."""
-    return t.map(lambda part: part) if tuple(size) in (tuple(t.shape), (-1,), (t.numel(),)) else None
+    """Of view and as_strided; FSDP2 makes a flat one, which it does not read."""
+    if tuple(size) in ((-1,), (t.numel(),)):
+        return t._with(t.parts(), torch.Size((t.numel(),)))
+    return t.map(lambda part: part) if tuple(size) == tuple(t.shape) else None
 
 
 _KNOWN: dict[Any, Callable[..., Any]] = {

@@ -107,6 +107,18 @@ def transformers_plan(folder):
     return fusedmoe.apply(plain(folder, distributed_config=DistributedConfig(fsdp_size=2)))
 
 
+def expert_parallel(folder):
+    """Whole experts, half of them in each process; the rest cut up."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="fusedmoe")
+    how = dict(dtype="bfloat16", experts_implementation="fusedmoe", distributed_config=config)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how)
+    assert "_fmoe_ep" in vars(model.model.layers[0].mlp.experts)
+    return model
+
+
 def _zero3(load, folder):
     """transformers sees the configuration and cuts up while it loads: the first process reads, one stacked tensor after the other."""
     from transformers.integrations import HfDeepSpeedConfig
@@ -133,6 +145,7 @@ WAYS = {
     "2 processes, each loads, FSDP2": (2, every_process),
     "2 processes, the first loads, FSDP2": (2, first_process),
     "2 processes, DistributedConfig(fsdp_size=2)": (2, transformers_plan),
+    "2 processes, DistributedConfig(fsdp_size=2, ep_size=2)": (2, expert_parallel),
     "2 processes, ZeRO-3, eager": (2, zero3_plain),
     "2 processes, ZeRO-3, fusedmoe": (2, zero3_ours),
 }
@@ -215,12 +228,12 @@ def main() -> None:
         rows = []
         for way in [w for w in WAYS if args.only in w]:
             if "ZeRO-3" in way and find_spec("deepspeed") is None:
-                print(f"{way:43}  not measured: DeepSpeed is not installed")
+                print(f"{way:54}  not measured: DeepSpeed is not installed")
                 continue
             found = measure(folder, way)
             peaks, held = ("/".join(f"{one[i] / size:.2f}" for one in found) for i in (0, 1))
             rows.append(dict(way=way, checkpoint_mib=size >> 20, peak=peaks, held=held))
-            print(f"{way:43}  peak {peaks:>10}  held {held:>10}  of {size >> 20} MiB")
+            print(f"{way:54}  peak {peaks:>10}  held {held:>10}  of {size >> 20} MiB")
     if args.csv:
         with open(args.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism inside other trainers: torchtitan, DeepSpeed's AutoEP. Each where it is installed (docs/parallel.md)."""
+"""Expert parallelism inside other trainers: transformers' Trainer, torchtitan, DeepSpeed's AutoEP. Each where it is installed."""
 
+import json
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 
 import pytest
@@ -13,11 +15,60 @@ from common import V5, tiny
 from fusedmoe.integrations import seams
 
 pytestmark = pytest.mark.skipif(not V5, reason="transformers v4 has its experts in lists")
+TABLE = find_spec("transformers.distributed") and find_spec("transformers.distributed.expert_parallel")
+SEAM = bool(TABLE) and hasattr(import_module(TABLE.name), "EPImplementationInterface")
 TITAN, DEEPSPEED = (bool(find_spec(name)) for name in ("torchtitan", "deepspeed"))
 
 
 def _apart(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+# ---- transformers' Trainer --------------------------------------------------------------------------------------------------------
+
+
+def trainer(rank, ranks, folder):
+    """What a script does that knows nothing of us."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/../model", experts_implementation="fusedmoe")
+    assert sum("_fmoe_ep" in vars(m) for m in model.modules()) == (2 if ranks > 1 else 0)
+    data = [{"input_ids": t, "labels": t} for t in torch.randint(3, 40, (32, 8), generator=torch.Generator().manual_seed(5))]
+    how = TrainingArguments(output_dir=folder, max_steps=4, per_device_train_batch_size=4 // ranks, learning_rate=1e-2, logging_steps=1,
+                            use_cpu=True, report_to=[], save_strategy="no", gradient_checkpointing=ranks > 1)  # fmt: skip
+    made = Trainer(model=model, args=how, train_dataset=data)
+    made.train()
+    made.save_model(f"{folder}/final")
+    if rank == 0:
+        found = [[h["loss"], h["grad_norm"]] for h in made.state.log_history if "loss" in h]
+        with open(f"{folder}/found.json", "w") as f:
+            json.dump(found, f)
+
+
+@pytest.mark.skipif(not SEAM or not find_spec("accelerate"), reason="transformers 5.23 and accelerate are not installed")
+def test_trainer_with_a_flag_alone(tmp_path):
+    """FMOE_EXPERT_PARALLEL: losses and gradient norms of one process, and a checkpoint of the same form."""
+    from safetensors import safe_open
+
+    tiny("Qwen3Moe").save_pretrained(tmp_path / "model")
+    found, names = [], []
+    for n in (1, 2):
+        folder = tmp_path / str(n)
+        processes.passed(processes.spawn(__file__, folder, n, "trainer", FMOE_EXPERT_PARALLEL=str(n)), "trainer")
+        found.append(torch.tensor(json.loads((folder / "found.json").read_text())))
+        with safe_open(folder / "final" / "model.safetensors", "pt") as file:
+            names.append({k: file.get_slice(k).get_shape() for k in file.keys()}  # noqa: SIM118)
+    assert len(found[0]) == 4 and found[0].allclose(found[1], 1e-5) and names[0] == names[1]
+
+
+def test_the_flag_must_divide(monkeypatch):
+    from fusedmoe.integrations import expert_parallel
+
+    for asked in ("3", "0", "two", "-1", "8"):
+        monkeypatch.setenv("FMOE_EXPERT_PARALLEL", asked)
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        with pytest.raises(ValueError, match=f"FMOE_EXPERT_PARALLEL is '{asked}', WORLD_SIZE 4"):
+            expert_parallel._ranks()
 
 
 # ---- torchtitan ---------------------------------------------------------------------------------------------------------------
@@ -168,4 +219,4 @@ def test_two_processes(tmp_path, check):
 
 
 if __name__ == "__main__":
-    processes.serve([titan_experts, autoep], sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:])
+    processes.serve([trainer, titan_experts, autoep], sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:])

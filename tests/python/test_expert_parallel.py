@@ -310,19 +310,21 @@ def own_of_transformers(rank, ranks, folder):
     if rank == 0:
         tiny("Qwen3Moe").save_pretrained(f"{folder}/model")
     dist.barrier()
-    ids, found = _batches()[0], {}
-    for name in ("all_to_all", "fusedmoe"):
-        config = DistributedConfig(tp_size=ranks, ep_size=ranks, ep_implementation=name)
-        model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config, experts_implementation="fusedmoe")
-        assert (name == "fusedmoe") == any("_fmoe_ep" in vars(m) for m in model.modules())
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        found[name] = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    (want, grads), (got, own) = found.values()
-    assert abs(got - want) < 1e-6 * want and own.keys() == grads.keys()
-    for n, g in grads.items():
-        a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (own[n], g))
-        assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-9, n
+    for sizes in (dict(tp_size=ranks, ep_size=ranks), dict(fsdp_size=ranks, ep_size=ranks)):
+        ids, found = _batches()[0], {}
+        mine = ids if "tp_size" in sizes else ids.chunk(ranks)[rank]
+        for name in ("all_to_all", "fusedmoe"):
+            config = DistributedConfig(**sizes, ep_implementation=name)
+            model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config, experts_implementation="fusedmoe")
+            assert (name == "fusedmoe") == any("_fmoe_ep" in vars(m) for m in model.modules())
+            loss = model(input_ids=mine, labels=mine).loss
+            loss.backward()
+            found[name] = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        (want, grads), (got, own) = found.values()
+        assert abs(got - want) < 1e-6 * want and own.keys() == grads.keys()
+        for n, g in grads.items():
+            a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (own[n], g))
+            assert float((a - b).norm()) <= 1e-5 * float(b.norm()) + 1e-9, n
 
 
 def lora_on_shards(rank, ranks, folder):

@@ -2,9 +2,12 @@
 """transformers' own expert parallelism with fusedmoe's exchange: ``DistributedConfig(ep_size=n, ep_implementation="fusedmoe")``.
 
 transformers 5.23 and newer. Its plan cuts the experts and reaches them through an EPImplementation; ours sends a token once to each
-rank that has experts of it, and has the sums of one process.
+rank that has experts of it, and has the sums of one process. FMOE_EXPERT_PARALLEL=n in the environment does the same to a script that is
+not changed.
 """
 
+import functools
+import os
 import sys
 from functools import cache
 from typing import Any
@@ -54,3 +57,36 @@ def register(name: str) -> None:
     interface = getattr(module, "EPImplementationInterface", None)
     if interface is not None:
         interface.register(name, lambda *args: implementation()(*args))
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if os.environ.get("FMOE_EXPERT_PARALLEL") and hasattr(modeling, "PreTrainedModel"):
+        _spread_what_is_loaded(modeling.PreTrainedModel, name)
+
+
+def _ranks() -> int:
+    """How many processes share the experts: FMOE_EXPERT_PARALLEL, of WORLD_SIZE."""
+    asked, world = os.environ["FMOE_EXPERT_PARALLEL"], int(os.environ.get("WORLD_SIZE", "1"))
+    if not asked.isdigit() or not 0 < int(asked) <= world or world % int(asked):
+        raise ValueError(f"FMOE_EXPERT_PARALLEL is {asked!r}, WORLD_SIZE {world}: expected a divisor of the number of processes")
+    return int(asked)
+
+
+def _spread_what_is_loaded(cls: Any, name: str) -> None:
+    """from_pretrained of every model as if it had been given the configuration below: for scripts that cannot be changed."""
+    own = cls.from_pretrained
+    if hasattr(own, "_fmoe_own"):
+        return
+
+    def from_pretrained(model: type, *args: Any, **kwargs: Any) -> Any:
+        n = _ranks()
+        if n > 1 and kwargs.get("distributed_config") is None:
+            from transformers.distributed import DistributedConfig
+
+            if "ep_implementation" not in DistributedConfig.__dataclass_fields__:
+                raise NotImplementedError("FMOE_EXPERT_PARALLEL needs transformers 5.23 or newer: fusedmoe.apply(model, expert_parallel=...)")
+            world = int(os.environ["WORLD_SIZE"])
+            kwargs["distributed_config"] = DistributedConfig(fsdp_size=world, ep_size=n, ep_implementation=name)
+            kwargs["experts_implementation"] = kwargs.get("experts_implementation") or name
+        return own.__func__(model, *args, **kwargs)
+
+    from_pretrained._fmoe_own = own
+    cls.from_pretrained = classmethod(functools.wraps(own.__func__)(from_pretrained))

@@ -217,28 +217,52 @@ static int take_or_none(call *c, PyObject *o, layout as, const char *name, const
     return (*out = take(c, o, as)) ? 0 : -1;
 }
 
-/* ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2): the call that the backward gets */
+/* Descriptors of quantised weights: W1, W2 and the gates of a list, each may be None; or None for all. */
+static Py_ssize_t tensors_of(PyObject *quants)
+{
+    Py_ssize_t n = 0;
+    for (int i = 0; PyTuple_Check(quants) && i < MAX_QUANTS && i < PyTuple_Size(quants); i++)
+        n += quant_capacity(PyTuple_GetItem(quants, i));
+    return n;
+}
+
+static int take_quants(call *c, PyObject *quants, fmoe_weights *w)
+{
+    const fmoe_quant **const to[MAX_QUANTS] = {&w->quant1, &w->quant2, &w->quant_gate};
+    c->argument = "quants";
+    if (quants == Py_None) return 0;
+    if (!PyTuple_Check(quants) || PyTuple_Size(quants) != MAX_QUANTS)
+        return PyErr_Format(PyExc_TypeError, "experts: quants is not a tuple of %d", MAX_QUANTS), -1;
+    for (int i = 0; i < MAX_QUANTS; i++) {
+        PyObject *one = PyTuple_GetItem(quants, i);
+        if (one != Py_None && take_quant(c, one, to[i])) return -1;
+    }
+    return 0;
+}
+
+/* ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2, quants): the call that the backward gets */
 PyObject *core_ep_forward(PyObject *self, PyObject *args)
 {
     (void)self;
     unsigned form;
     int inference;
     float scale1, scale2;
-    PyObject *capsule, *x, *ids, *p, *w, *out;
-    if (!PyArg_ParseTuple(args, "OIpOOOOOff", &capsule, &form, &inference, &x, &ids, &p, &w, &out, &scale1, &scale2))
+    PyObject *capsule, *x, *ids, *p, *w, *out, *quants;
+    if (!PyArg_ParseTuple(args, "OIpOOOOOffO", &capsule, &form, &inference, &x, &ids, &p, &w, &out, &scale1, &scale2,
+                          &quants))
         return NULL;
     layer *l = PyCapsule_GetPointer(capsule, LAYER);
     batch *b = l ? calloc(1, sizeof *b) : NULL;
     if (!b) return l ? PyErr_NoMemory() : NULL;
     fmoe_ep_args a = FMOE_EP_ARGS_INIT;
     call c;
-    call_begin(&c, 5 + tensors_in(w));
+    call_begin(&c, 5 + tensors_in(w) + tensors_of(quants));
     c.op = "experts";
     fmoe_status s = FMOE_OK;
     const bool taken = c.tensors && !take_or_none(&c, x, ROWS, "x", &a.x) &&
                        !take_or_none(&c, ids, IDS, "ids", &a.ids) && !take_or_none(&c, p, COMPACT, "p", &a.weights) &&
                        !take_or_none(&c, out, AS_IS, "out", &a.out) &&
-                       (w == Py_None || !take_weights(&c, w, form, false, &a.w));
+                       (w == Py_None || (!take_weights(&c, w, form, false, &a.w) && !take_quants(&c, quants, &a.w)));
     if (taken) {
         a.inference = inference, a.w.lora_scale1 = scale1, a.w.lora_scale2 = scale2;
         Py_BEGIN_ALLOW_THREADS
@@ -256,28 +280,28 @@ PyObject *core_ep_forward(PyObject *self, PyObject *args)
     return PyCapsule_New(b, BATCH, batch_free);
 }
 
-/* ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2) */
+/* ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2, quants) */
 PyObject *core_ep_backward(PyObject *self, PyObject *args)
 {
     (void)self;
     unsigned form;
     float scale1, scale2;
-    PyObject *capsule, *x, *ids, *p, *w, *dout, *dx, *dp, *dw;
-    if (!PyArg_ParseTuple(args, "OIOOOOOOOOff", &capsule, &form, &x, &ids, &p, &w, &dout, &dx, &dp, &dw, &scale1,
-                          &scale2))
+    PyObject *capsule, *x, *ids, *p, *w, *dout, *dx, *dp, *dw, *quants;
+    if (!PyArg_ParseTuple(args, "OIOOOOOOOOffO", &capsule, &form, &x, &ids, &p, &w, &dout, &dx, &dp, &dw, &scale1,
+                          &scale2, &quants))
         return NULL;
     batch *b = PyCapsule_GetPointer(capsule, BATCH);
     if (!b) return NULL;
     fmoe_ep_args a = FMOE_EP_ARGS_INIT;
     call c;
-    call_begin(&c, 7 + tensors_in(w) + tensors_in(dw));
+    call_begin(&c, 7 + tensors_in(w) + tensors_in(dw) + tensors_of(quants));
     c.op = "experts";
     fmoe_status s = FMOE_OK;
     const bool taken = c.tensors && !take_or_none(&c, x, ROWS, "x", &a.x) &&
                        !take_or_none(&c, ids, IDS, "ids", &a.ids) && !take_or_none(&c, p, COMPACT, "p", &a.weights) &&
                        !take_or_none(&c, dout, ROWS, "dout", &a.dout) && !take_or_none(&c, dx, AS_IS, "dx", &a.dx) &&
                        !take_or_none(&c, dp, AS_IS, "dp", &a.dweights) &&
-                       (w == Py_None || !take_weights(&c, w, form, false, &a.w)) &&
+                       (w == Py_None || (!take_weights(&c, w, form, false, &a.w) && !take_quants(&c, quants, &a.w))) &&
                        (dw == Py_None || !take_weights(&c, dw, form, true, &a.dw));
     if (taken) {
         a.w.lora_scale1 = scale1, a.w.lora_scale2 = scale2;

@@ -63,10 +63,11 @@ def ep_create(
 ) -> Any: ...  # fmt: skip
 def ep_local(layer: Any, /) -> list[int]: ...
 def ep_forward(
-    layer: Any, form: int, inference: bool, x: Tensor, ids: Tensor, p: Tensor, w: Any, out: Tensor, scale1: float, scale2: float, /,
+    layer: Any, form: int, inference: bool, x: Tensor, ids: Tensor, p: Tensor, w: Any, out: Tensor, scale1: float, scale2: float,
+    quants: tuple[Any, Any, Any] | None, /,
 ) -> Any: ...  # fmt: skip
 def ep_backward(
     call: Any, form: int, x: Tensor, ids: Tensor, p: Tensor, w: Any, dout: Tensor, dx: Tensor | None, dp: Tensor | None, dw: Any,
-    scale1: float, scale2: float, /,
+    scale1: float, scale2: float, quants: tuple[Any, Any, Any] | None, /,
 ) -> None: ...  # fmt: skip
 def ep_stats(call: Any, /) -> dict[str, int]: ...

@@ -57,7 +57,7 @@ def test_trainer_with_a_flag_alone(tmp_path):
         processes.passed(processes.spawn(__file__, folder, n, "trainer", FMOE_EXPERT_PARALLEL=str(n)), "trainer")
         found.append(torch.tensor(json.loads((folder / "found.json").read_text())))
         with safe_open(folder / "final" / "model.safetensors", "pt") as file:
-            names.append({k: file.get_slice(k).get_shape() for k in file.keys()}  # noqa: SIM118)
+            names.append({k: file.get_slice(k).get_shape() for k in file.keys()})  # noqa: SIM118
     assert len(found[0]) == 4 and found[0].allclose(found[1], 1e-5) and names[0] == names[1]
 
 

@@ -352,6 +352,53 @@ def lora_on_shards(rank, ranks, folder):
     assert not moved, moved
 
 
+def quantised(rank, ranks, folder):
+    """Experts of every format, over ranks: outputs, and gradients of adapters, with the bits of one process; saved and loaded as whole."""
+    for format in ("nf4", "fp8", "int8"):
+        config = dict(hidden_size=128, moe_intermediate_size=128)
+        one = fusedmoe.quantize(tiny("Qwen3Moe", **config), format)
+        spread = fusedmoe.quantize(tiny("Qwen3Moe", **config), format)
+        fusedmoe.apply(spread, expert_parallel=dist.group.WORLD, placement=[[3, 0, 6, 1, 4], [2, 7, 5]])
+        mine = spread.model.layers[0].mlp.experts.down_proj
+        assert isinstance(mine, fusedmoe.QuantTensor) and len(mine) == (5, 3)[rank]
+        x = torch.randn(ranks, 6, 128, generator=torch.Generator().manual_seed(1))
+        got, want = (m.model.layers[0].mlp(t.requires_grad_()) for m, t in ((spread, x[rank : rank + 1].clone()), (one, x)))
+        assert torch.equal(got, want[rank : rank + 1]), format
+        whole = distributed.state_dict(spread)
+        scale2 = {n: t.expand(8) for n, t in one.state_dict().items() if n.endswith(".scale2")}  # one for each expert now
+        assert _equal(whole, one.state_dict() | scale2), format
+        other = fusedmoe.quantize(tiny("Qwen3Moe", **config), format)
+        with torch.no_grad():
+            for p in other.parameters():
+                (p.codes if isinstance(p, fusedmoe.QuantTensor) else p).zero_()
+        fusedmoe.apply(other, expert_parallel=dist.group.WORLD)
+        distributed.load_state_dict(other, whole)
+        dcp.save(distributed.sharded_state_dict(spread), checkpoint_id=f"{folder}/{format}")
+        again = fusedmoe.apply(fusedmoe.quantize(tiny("Qwen3Moe", **config), format), expert_parallel=dist.group.WORLD)
+        dcp.load(distributed.sharded_state_dict(again), checkpoint_id=f"{folder}/{format}")
+        for model in (other, again):
+            assert torch.equal(model.model.layers[0].mlp(x[rank : rank + 1]), got), format
+
+
+def quantised_layers(rank, ranks, folder):
+    """Every gradient of a quantised layer, with adapters: those of one process."""
+    g, T, E, H, I = torch.Generator().manual_seed(8), 9, 5, 64, 32
+    x, p, dout = (torch.randn(ranks * T, n, generator=g) for n in (H, 2, H))
+    ids, w = torch.randint(E, (ranks * T, 2), generator=g), [torch.randn(E, 2 * I, H, generator=g), torch.randn(E, H, I, generator=g)]
+    lora = [torch.randn(s, generator=g) * 0.2 for s in ((E, 3, H), (E, 2 * I, 3), (E, 2, I), (E, H, 2))]
+    coded = [fusedmoe.QuantTensor.from_weights(w[0], "nf4"), fusedmoe.QuantTensor.from_weights(w[1], "int8")]
+    ep, mine = distributed.ExpertParallel(dist.group.WORLD, E, chunks=2, average=False), slice(rank * T, (rank + 1) * T)
+    leaves = [t.clone().requires_grad_() for t in (x, p, *lora)]
+    own = [leaves[i].detach()[mine].clone() for i in (0, 1)] + [t.detach()[ep.local].clone() for t in leaves[2:]]
+    own = [t.requires_grad_() for t in own]
+    of = lambda t: [(*t[2:4], 0.5), (*t[4:6], 2.0)]
+    want = fusedmoe.experts(leaves[0], ids, leaves[1], coded, "swiglu", lora=of(leaves))
+    got = distributed.experts(own[0], ids[mine], own[1], [t.chosen(ep.local) for t in coded], "swiglu", lora=of(own), ep=ep)
+    assert torch.equal(got, want[mine])
+    for i, (a, b) in enumerate(zip(_grads(got, dout[mine], own), _grads(want, dout, leaves), strict=True)):
+        assert torch.equal(a, b[mine] if i < 2 else b[ep.local]), i
+
+
 def replicas(rank, ranks, folder):
     """An expert on two ranks trains as one: its gradients are summed, and the norm of all gradients counts it once."""
     clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.5)
@@ -408,7 +455,8 @@ FULL = os.environ.get("FMOE_FULL", "0") != "0"  # make test-full
 CHECKS = {
     4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks,
         save, save_shards],
-    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, replicas, *SEAM, wrong_ids, late_rank],
+    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, quantised, quantised_layers, replicas,
+        *SEAM, wrong_ids, late_rank],
     3: [drawn_layers, training_qwen3, listed_experts, restore, restore_shards],
     1: [restore, restore_shards],
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from .shards import Entry, entries
+from .shards import Entry, entries, named
 
 
 class ExpertShard(Tensor):
@@ -68,7 +68,7 @@ def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     ``load_optimizer(model, optimizer, state["optimizer"])`` after ``load``.
     """
     spread = entries(model)
-    own = model.state_dict()
+    own = named(model.state_dict(), spread, True)
     state: dict[str, Any] = {"model": {name: ExpertShard(t, spread[name]) if name in spread else t for name, t in own.items()}}
     if optimizer is not None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .. import _core, autograd, checks, ops
 from ..enums import Activation
+from ..quant import experts as quantised
+from ..quant import operators
 from .exchange import TorchExchange, group_of
 
 MODES = {"exact": 0, "lean": 1}
@@ -67,56 +69,77 @@ class ExpertParallel:
 
 
 class _Experts(torch.autograd.Function):
+    """coded: sizes of the layer and what codes mean (quant/operators.py), where weights are quantised; None: they are not. Then the last
+    tensors, from n on, are those of their scales."""
+
     @staticmethod
-    def forward(ctx: Any, ep: ExpertParallel, layer: tuple, scales: list[float], wanted: bool, x: Tensor, ids: Tensor, p: Tensor,
-                *w: Tensor) -> Tensor:  # fmt: skip
-        act, flags = layer[:2]
-        plan = ep.layer(x.dtype, ops.layer_sizes(w, act, flags, x.shape[1]), ids.shape[1], *layer)
+    def forward(ctx: Any, ep: ExpertParallel, layer: tuple, scales: list[float], coded: tuple | None, n: int, wanted: bool, x: Tensor,
+                ids: Tensor, p: Tensor, *tensors: Tensor) -> Tensor:  # fmt: skip
+        w, (act, flags) = tensors[:n], layer[:2]
+        sizes = coded[0] if coded else ops.layer_sizes(w, act, flags, x.shape[1])
+        plan = ep.layer(x.dtype, sizes, ids.shape[1], act, flags | (operators.QUANT if coded else 0), *layer[2:])
         ready, _ = autograd._ready(w, scales, x, flags)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         call = _core.ep_forward(plan, ops._form(act, flags), not wanted, x, ids, p, [*ready] if ep.local else None, out,
-                                *(scales or (0.0, 0.0)))  # fmt: skip
+                                *_scales(scales), _quants(coded, tensors[n:], flags))  # fmt: skip
         ep.stats = _core.ep_stats(call)
         if wanted:
-            ctx.save_for_backward(x, ids, p, *w)
-            ctx.state = ep, layer, scales, call
+            ctx.save_for_backward(x, ids, p, *tensors)
+            ctx.state = ep, layer, scales, coded, n, call
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         autograd._no_second_derivative()
-        x, ids, p, *w = ctx.saved_tensors
-        ep, (act, flags, *_), scales, call = ctx.state
-        need = ctx.needs_input_grad
+        x, ids, p, *tensors = ctx.saved_tensors
+        ep, (act, flags, *_), scales, coded, n, call = ctx.state
+        w, need = tensors[:n], ctx.needs_input_grad
         bits = ops.needs_bits(w, act, flags)
-        asked = {bit for bit, yes in zip(bits, need[7:], strict=True) if yes}
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need[4] else None
-        dp = torch.empty_like(p, memory_format=torch.contiguous_format) if need[6] else None
+        asked = {bit for bit, yes in zip(bits, need[9 : 9 + n], strict=True) if yes}
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need[6] else None
+        dp = torch.empty_like(p, memory_format=torch.contiguous_format) if need[8] else None
         ready, _ = autograd._ready(w, scales, x, flags)
         stacked = not flags & ops.LIST
         dw = [ops._grad(t, t.dim() == 3 or not stacked) if bit in asked else None for t, bit in zip(w, bits, strict=True)]
         _core.ep_backward(call, ops._form(act, flags), x, ids, p, [*ready] if ep.local else None, dout, dx, dp, dw if ep.local else None,
-                          *(scales or (0.0, 0.0)))  # fmt: skip
+                          *_scales(scales), _quants(coded, tensors[n:], flags))  # fmt: skip
         ep.stats = _core.ep_stats(call)
         if ep.average and ep.ranks > 1:
             dw = [g if g is None else g.div_(ep.ranks) for g in dw]
-        return None, None, None, None, dx, None, dp, *dw
+        return *[None] * 6, dx, None, dp, *dw, *[None] * (len(tensors) - n)
+
+
+def _scales(scales: list[float]) -> tuple[float, float]:
+    return (scales[0], scales[1]) if scales else (0.0, 0.0)
+
+
+def _quants(coded: tuple | None, parts: Sequence[Tensor], flags: int) -> tuple | None:
+    if coded is None:
+        return None
+    sizes, about, zeros = coded
+    return tuple(operators._descriptors(parts, [*sizes, *about], zeros, flags))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
             limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
     """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without
-    tokens. On the CPU."""
+    tokens. On the CPU. Quantised weights have the same format on every rank."""
     if not x.is_cpu:
         raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU")
     act, flags = checks.code("experts", "act", Activation, act), int(flags)
-    dtype = autograd.compute_dtype(x, w[0])
-    w = [t if t.dtype == dtype else t.to(dtype) for t in w]
+    dtype, is_coded, coded = autograd.compute_dtype(x, w[0]), quantised.is_quantised(w), None
+    w = [t if t.dtype == dtype or quantised.is_quantised([t]) else t.to(dtype) for t in w]
     w, scales, flags = autograd.with_adapters(w, lora, flags) if lora else (w, [], flags)
-    xc, p = x if x.dtype == dtype else x.to(dtype), autograd._fit_p(p, dtype)
+    xc, p, n, parts = x if x.dtype == dtype else x.to(dtype), autograd._fit_p(p, dtype), len(w), []
+    if is_coded:
+        sizes = ops.layer_sizes(w, act, flags, x.shape[-1])
+        w, flags = quantised.upright(w, flags) if flags & ops.TRANSPOSED else (w, flags)
+        w, parts, about, zeros = quantised.split(w, act, flags)
+        coded = sizes, about, zeros
     known = ids[(ids >= 0) & (ids < ep.num_experts)]
     ep.tokens += torch.bincount(known.reshape(-1), minlength=ep.num_experts)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any(t.requires_grad for t in w))
-    out = _Experts.apply(ep, (act, flags, alpha, limit), scales, wanted, xc.contiguous(), ids.contiguous(), p.contiguous(), *w)
+    given = xc.contiguous(), ids.contiguous(), p.contiguous(), *w, *parts
+    out = _Experts.apply(ep, (act, flags, alpha, limit), scales, coded, n, wanted, *given)
     return out if out.dtype == x.dtype else out.to(x.dtype)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model whose experts are spread over ranks: cutting them, putting them together again, and load."""
 
+import json
 import logging
 import sys
 import weakref
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..integrations import layers, seams
+from ..quant.tensor import QuantTensor
 from .experts import ExpertParallel
 
 _NAMES = [f"{name}{kind}" for name in ("gate_up_proj", "up_proj", "down_proj") for kind in ("", "_bias")]
@@ -27,6 +29,8 @@ def sharded(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertParallel]]
 
 def _why_not(module: nn.Module) -> str:
     """Why a module's experts cannot be spread; "" where they can."""
+    if "_fmoe_ep" in vars(module):
+        return "its experts are spread over ranks already"
     if not layers.is_v5_experts(module):  # a list of modules: only where the block runs on fusedmoe
         ours = any(isinstance(vars(module).get(slot), seams.Bound) for slot in ("forward", "moe"))
         plain = not any(type(e) is nn.Identity for e in module.experts)
@@ -57,14 +61,20 @@ def shard(model: nn.Module, group: Any, **options: Any) -> nn.Module:
         params = {n: p for n in _NAMES if (p := module._parameters.get(n)) is not None}
         ep = ExpertParallel(group, params["down_proj"].shape[0] if params else len(module.experts), **options)
         for n, p in params.items():
-            local = p.detach()[torch.tensor(ep.local, dtype=torch.int64, device=p.device)]
+            if isinstance(p, QuantTensor):
+                local = p.chosen(ep.local)
+                if f"{n}_scale_inv" in module._parameters:  # transformers' FP8Experts
+                    setattr(module, f"{n}_scale_inv", nn.Parameter(local.scale, requires_grad=False))
+            else:
+                local = p.detach()[torch.tensor(ep.local, dtype=torch.int64, device=p.device)]
             setattr(module, n, nn.Parameter(local, requires_grad=p.requires_grad))
         if not params:
             if not ep.local or ep.local != sorted(ep.local):
                 raise NotImplementedError(f"expert_parallel: a rank has at least one expert of a list, in order; this one has {ep.local}")
             for e in set(range(ep.num_experts)) - {*ep.local}:
                 module.experts[e] = nn.Identity()
-        vars(module).pop("_fmoe_layer", None)  # it is looked at again, with what it has now
+        for attribute in ("_fmoe_layer", "_fmoe_origin"):  # it is looked at again, and saved as what it has now
+            vars(module).pop(attribute, None)
         vars(module)["_fmoe_ep"] = ep
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, _OfExperts(model))
     layers.logger.log(logging.INFO, "expert parallelism: %d layers, experts %s of %d here", len(found), ep.local, ep.num_experts)
@@ -144,7 +154,12 @@ class Entry(NamedTuple):
 
 def entries(model: nn.Module) -> dict[str, Entry]:
     """The tensors of model.state_dict() that have a part for each expert, lists of modules aside."""
-    found = {f"{name}.{n}" if name else n: Entry(ep) for name, module, ep in sharded(model) for n in _NAMES if n in module._parameters}
+    found = {}
+    for name, module, ep in sharded(model):
+        for n, p in module._parameters.items():
+            if n.removesuffix("_scale_inv") in _NAMES and p is not None:
+                parts = [f".{part}" for part in p.parts() if part != "codes"] if isinstance(p, QuantTensor) else []
+                found.update({f"{name}.{n}{part}".removeprefix("."): Entry(ep) for part in ("", *parts)})
     for name, module, ep in wrappers(model):
         for adapter in module.lora_A:
             found[f"{name}.lora_A.{adapter}.weight"] = Entry(ep, rows=True)
@@ -177,10 +192,22 @@ def _part(t: Tensor, entry: Entry) -> Tensor:
     return entry.flat(entry.stack(t, entry.ep.num_experts)[torch.tensor(entry.ep.local, dtype=torch.int64)])
 
 
+def named(state: dict[str, Tensor], spread: dict[str, Entry], whole: bool) -> dict[str, Tensor]:
+    """state, with what it tells of the shape of quantised stacks (quant/model.py) true for whole stacks, or for this rank's."""
+    result = dict(state)
+    for name, t in state.items():
+        entry = spread.get(name.removesuffix(".quant")) if name.endswith(".quant") else None
+        if entry is not None:
+            told = json.loads(bytes(t.tolist()).decode())
+            told["shape"][0] = entry.ep.num_experts if whole else len(entry.ep.local)
+            result[name] = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
+    return result
+
+
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """model.state_dict() with whole experts, on every rank (collective); parameters of FSDP are made whole too."""
     spread = entries(model)
-    own = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    own = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in named(model.state_dict(), spread, True).items()}
     whole = {name: _whole(t, spread[name]) if name in spread else t for name, t in own.items()}
     return {**whole, **_listed(model, own)}
 
@@ -191,7 +218,7 @@ def load_state_dict(model: nn.Module, whole: dict[str, Tensor], assign: bool = F
     lists = tuple(f"{name}.experts." if name else "experts." for name, module, _ in sharded(model) if "experts" in module._modules)
     here = model.state_dict().keys()  # of a list, the experts of other ranks are not
     part = {name: _part(t, spread[name]) if name in spread else t
-            for name, t in whole.items() if name in here or not name.startswith(lists)}  # fmt: skip
+            for name, t in named(whole, spread, False).items() if name in here or not name.startswith(lists)}  # fmt: skip
     model.load_state_dict(part, assign=assign)
 
 

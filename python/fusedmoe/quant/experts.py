@@ -64,7 +64,7 @@ def _read(group: Sequence[Any], at: int) -> list[Tensor]:
     return [getattr(t, of) for of in ("scale", "zeros", "scale2") for t in group if getattr(t, of) is not None]
 
 
-def _split(w: Sequence[Any], act: int, flags: int) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
+def split(w: Sequence[Any], act: int, flags: int) -> tuple[list[Tensor], list[Tensor], list[int], list[float]]:
     """w with codes in the place of weights, and parts, the meanings and the zeros of ``operators``."""
     n = len(w) - (2 if flags & ops.LORA1 else 0) - (2 if flags & ops.LORA2 else 0)
     if flags & ops.LIST:
@@ -100,7 +100,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Any], sizes: Sequence
         if isinstance(t, QuantTensor) and t.requires_grad:
             raise ValueError(f"experts: w[{i}] is quantised and requires a gradient; it has none: train adapters")
     layer = act, flags, alpha, limit
-    given, parts, about, zeros = _split(w, act, flags)
+    given, parts, about, zeros = split(w, act, flags)
     about = [*sizes, *about]
     tracked = [t for t in given if t.is_floating_point()]
     if torch.is_grad_enabled() and any([t.requires_grad for t in (x, p, *tracked)]):

@@ -161,6 +161,12 @@ class QuantTensor(Tensor):
         cut = {name: t if name == "scale2" and len(t) != E else t[start:end] for name, t in self.parts().items()}
         return self._with(cut, torch.Size((len(cut["codes"]), *self.shape[1:])))
 
+    def chosen(self, experts: list[int]) -> "QuantTensor":
+        """These of a stack, copied, each with a second scale of its own."""
+        E, index = self.shape[0], torch.tensor(experts, dtype=torch.int64, device=self.codes.device)
+        parts = {name: t.expand(E) if name == "scale2" and len(t) != E else t for name, t in self.parts().items()}
+        return self._with({name: t[index] for name, t in parts.items()}, torch.Size((len(experts), *self.shape[1:])))
+
     def turned(self) -> "QuantTensor":
         """Its last two dimensions exchanged, without a copy."""
         made = self._with(self.parts(), torch.Size((*self.shape[:-2], self.shape[-1], self.shape[-2])))

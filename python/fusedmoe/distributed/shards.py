@@ -31,11 +31,12 @@ def _why_not(module: nn.Module) -> str:
     """Why a module's experts cannot be spread; "" where they can."""
     if "_fmoe_ep" in vars(module):
         return "its experts are spread over ranks already"
-    if not layers.is_v5_experts(module):  # a list of modules: only where the block runs on fusedmoe
+    bound = seams.seam_of(module)
+    if layers.list_names(module._modules.get("experts")):  # only where the block runs on fusedmoe
         ours = any(isinstance(vars(module).get(slot), seams.Bound) for slot in ("forward", "moe"))
         plain = not any(type(e) is nn.Identity for e in module.experts)
         return "" if ours and plain else seams.left.get(module, "it is not a block that fusedmoe runs")
-    layer = layers.look_at(module)
+    layer = bound.options["layer"] if bound else layers.look_at(module)
     if layer.own or layer.act is None or layer.norm or layer.identity:
         return layer.why or "it computes something between its experts that fusedmoe does not"
     return ""
@@ -43,8 +44,9 @@ def _why_not(module: nn.Module) -> str:
 
 def _holders(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that have experts: as stacks, or in a list of modules."""
+    told = lambda m: (bound := seams.seam_of(m)) is not None and bound.__func__ is seams.given_forward and "down_proj" in m._parameters
     return [(name, m) for name, m in model.named_modules()
-            if layers.is_v5_experts(m) or layers.list_names(m._modules.get("experts"))]  # fmt: skip
+            if layers.is_v5_experts(m) or told(m) or layers.list_names(m._modules.get("experts"))]  # fmt: skip
 
 
 def shard(model: nn.Module, group: Any, **options: Any) -> nn.Module:

@@ -19,16 +19,22 @@ from torch import Tensor
 def implementation() -> type:
     """The class, made where transformers has what it derives from."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from transformers.distributed.expert_parallel import EPImplementation
+    from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation
 
     from ..distributed import ExpertParallel
+    from . import layers
 
     class FusedMoeEP(EPImplementation):
-        """Ranks that share a batch (TP) send disjoint parts of it, and gather the results."""
+        """Ranks that share a batch (TP) send disjoint parts of it, and gather the results. Where the fused layer does not compute the
+        experts, transformers' AllToAllEP carries the tokens."""
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self.experts = experts
+            self.experts, self.theirs, layer = experts, None, layers.look_at(experts)
+            if layer.path != "fused":
+                layers.say_once(f"{type(experts).__name__}: {layer.why}: its tokens are carried by transformers' AllToAllEP")
+                self.theirs = AllToAllEP(experts, ep_mesh, tp_mesh)
+                return
             # The gradients of experts are sums over ranks, as in transformers' own implementations.
             vars(experts)["_fmoe_ep"] = ExpertParallel(ep_mesh, self.num_local_experts * ep_mesh.size(), average=False)
 
@@ -39,6 +45,8 @@ def implementation() -> type:
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             from .transformers import chosen
 
+            if self.theirs is not None:
+                return self.theirs(hidden_states, top_k_index, top_k_weights)
             if chosen(self.experts) is None:
                 raise ValueError(f"{type(self.experts).__name__}: ep_implementation is fusedmoe, experts_implementation is "
                                  f"{self.experts.config._experts_implementation!r}: both are needed")  # fmt: skip

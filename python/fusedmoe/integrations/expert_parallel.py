@@ -87,10 +87,10 @@ def _spread_what_is_loaded(cls: Any, name: str) -> None:
     def from_pretrained(model: type, *args: Any, **kwargs: Any) -> Any:
         n = _ranks()
         if n > 1 and kwargs.get("distributed_config") is None:
+            if not hasattr(sys.modules.get("transformers.distributed.expert_parallel"), "EPImplementationInterface"):
+                raise NotImplementedError("FMOE_EXPERT_PARALLEL needs transformers 5.23; else fusedmoe.apply(model, expert_parallel=...)")
             from transformers.distributed import DistributedConfig
 
-            if "ep_implementation" not in DistributedConfig.__dataclass_fields__:
-                raise NotImplementedError("FMOE_EXPERT_PARALLEL needs transformers 5.23; else fusedmoe.apply(model, expert_parallel=...)")
             world = int(os.environ["WORLD_SIZE"])
             kwargs["distributed_config"] = DistributedConfig(fsdp_size=world, ep_size=n, ep_implementation=name)
             kwargs["experts_implementation"] = kwargs.get("experts_implementation") or name

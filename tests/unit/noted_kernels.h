@@ -58,8 +58,9 @@ static _Atomic uint64_t called;
 #define PASS_axpy (y, s, x, n)
 #define ARGS_dot (const float *x, const float *y, int64_t n)
 #define PASS_dot (x, y, n)
-#define ARGS_dequant (void *dst, int dtype, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)
-#define PASS_dequant (dst, dtype, m, row, k0, n)
+#define ARGS_dequant                                                                                                   \
+    (void *dst, int64_t apart, int dtype, const fmoe_coded *m, int64_t row, int64_t rows, int64_t k0, int64_t n)
+#define PASS_dequant (dst, apart, dtype, m, row, rows, k0, n)
 #define RETURN_dequant
 #define RESULT_dequant void
 #define ARGS_gemm_coded_few_rows                                                                                       \

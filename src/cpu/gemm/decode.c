@@ -67,27 +67,32 @@ static fmoe_coded coded_at(const fmoe_view *v)
     return fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e);
 }
 
-static void prefetch_codes(const fmoe_coded *m, const code_rows *r, int64_t i)
+fmoe_code_lines fmoe_codes_at(const fmoe_code_block *b)
 {
-    enum { LINE = 64 };
-    const uint8_t *at = m->codes + (r->row + i) * m->step + fmoe_code_bytes(m->code, r->from & ~INT64_C(1));
-    const int64_t bytes = fmoe_code_bytes(m->code, r->length);
-    for (int64_t line = 0; line < bytes; line += LINE) __builtin_prefetch(at + line, 0, 2);
-    const int64_t first = fmoe_coded_group(m, r->row + i) * m->scale_step + r->from / m->group_cols;
-    __builtin_prefetch(m->scale + first * (int64_t)fmoe_dtype_size(m->scale_dtype), 0, 2);
+    const fmoe_coded m = coded_at(b->v);
+    const code_rows r = rows_of(b);
+    return (fmoe_code_lines){(const char *)m.codes + r.row * m.step + fmoe_code_bytes(m.code, r.from & ~INT64_C(1)),
+                             m.step, r.rows, fmoe_code_bytes(m.code, r.length)};
 }
 
-void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart,
-                 const fmoe_code_block *ahead)
+void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart)
 {
+    enum { LINE = 64 };
     const fmoe_stack *s = b->v->coded;
-    fmoe_coded now = coded_at(b->v);
-    const fmoe_coded then = ahead ? coded_at(ahead->v) : now;
-    now.for_pairs = cpu->pairs;
-    const code_rows r = rows_of(b), next = ahead ? rows_of(ahead) : (code_rows){0, 0, 0, 0};
+    fmoe_coded m = coded_at(b->v);
+    m.for_pairs = cpu->pairs;
+    const code_rows r = rows_of(b);
+    const fmoe_code_lines lines = fmoe_codes_at(b);
     const int64_t step = apart * (int64_t)fmoe_dtype_size(s->dtype);
-    for (int64_t i = 0; i < r.rows; i++) {
-        if (i < next.rows) prefetch_codes(&then, &next, i);
-        cpu->k.dequant((char *)to + i * step, s->dtype, &now, r.row + i, r.from, r.length);
+    const int64_t group = r.from / m.group_cols, scale = (int64_t)fmoe_dtype_size(m.scale_dtype);
+    for (int64_t i = 0, rows; i < r.rows; i += rows) {
+        rows = fmoe_min(FMOE_DECODE_ROWS, r.rows - i);
+        for (int64_t j = i + rows; j < fmoe_min(i + 2 * rows, r.rows); j++) {
+            for (int64_t line = 0; line < lines.bytes; line += LINE)
+                __builtin_prefetch(lines.at + j * lines.step + line, 0, 3);
+            if (m.group_rows == 1)
+                __builtin_prefetch(m.scale + (fmoe_coded_group(&m, r.row + j) * m.scale_step + group) * scale, 0, 3);
+        }
+        cpu->k.dequant((char *)to + i * step, step, s->dtype, &m, r.row + i, rows, r.from, r.length);
     }
 }

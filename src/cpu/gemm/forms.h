@@ -41,6 +41,7 @@ enum {
     FMOE_WGRAD_LEAST = 3 * FMOE_NB, /* rows of a weight gradient in one task; a gradient's rows may be a page each, */
     FMOE_WGRAD_MOST = 1024,         /* and the TLB shall hold them from panel to panel */
     FMOE_DECODED_BYTES = 2 * FMOE_PANEL_BYTES + 4096, /* a chunk of quantised weights, decoded */
+    FMOE_DECODE_ROWS = 8, /* rows of codes that are decoded at a time; as many more are prefetched before */
     FMOE_STORE_ROWS = 128 /* rows of 64 f32 sums that stay in L1 until they are stored: 32 KiB */
 };
 

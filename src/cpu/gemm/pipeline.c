@@ -158,27 +158,41 @@ static void overlap_prefetch(const fmoe_step *before, const fmoe_step *s, int64_
 /* ---- quantised weights ---- */
 
 /* Decode a step's chunk, which then is one of plain weights: into the worker's scratch, from where it is packed or
- * multiplied before the next one is decoded. `ahead`: the step after it, or NULL. */
-static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s, const fmoe_step *ahead)
+ * multiplied before the next one is decoded. */
+static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s)
 {
     if (!s->v[0].coded || !s->rows) return;
     const int64_t element = (int64_t)fmoe_dtype_size(s->dtype);
     const bool swap = s->v[0].coded->swap;
     const int64_t apart = swap ? s->n : (s->kc + 31) / 32 * 32 + 32; /* columns never a whole page apart */
-    if (ahead && (!ahead->v[0].coded || !ahead->rows)) ahead = NULL;
     for (int i = 0; i < s->n_v; i++) {
         fmoe_view *v = &s->v[i];
         char *to = pipe->scratch->decoded + i * (FMOE_NB / 2) * apart * element;
-        const fmoe_code_block now = {v, s->n0, s->n, s->k0, s->kc};
-        fmoe_code_block then = {NULL, 0, 0, 0, 0};
-        if (ahead)
-            then = (fmoe_code_block){&ahead->v[i < ahead->n_v ? i : 0], ahead->n0, ahead->n, ahead->k0, ahead->kc};
-        fmoe_decode(pipe->cpu, &now, to, apart, ahead ? &then : NULL);
+        const fmoe_code_block block = {v, s->n0, s->n, s->k0, s->kc};
+        fmoe_decode(pipe->cpu, &block, to, apart);
         v->coded = NULL;
         v->sn = swap ? 1 : apart;
         v->sk = swap ? apart : 1;
         v->p = (char *)((uintptr_t)to - (uintptr_t)((s->n0 * v->sn + s->k0 * v->sk) * element)); /* see fmoe_chunk_at */
     }
+}
+
+/* Let a product prefetch part j of n of the codes of a step, spread over it: in a burst, before they are decoded, a core
+ * drops most of them, and waits longer for codes than it decodes them. */
+static void overlap_prefetch_codes(const fmoe_step *s, int64_t j, int64_t n, bool into_l1, fmoe_walk *w)
+{
+    enum { LINE = 64 };
+    fmoe_code_lines part[2];
+    if (!s->v[0].coded || !s->rows) return;
+    for (int i = 0; i < s->n_v; i++)
+        part[i] = fmoe_codes_at(&(fmoe_code_block){&s->v[i], s->n0, s->n, s->k0, s->kc});
+    const int64_t eights = part[0].rows / 8, first = eights * j / n, count = eights * (j + 1) / n - first;
+    *w = (fmoe_walk){.step = part[0].step, .advance = LINE, .run_step = 8 * part[0].step, .into_l1 = into_l1};
+    w->half[0] = w->at = part[0].at + first * w->run_step;
+    w->half[1] = s->n_v == 2 ? part[1].at + first * w->run_step : w->at;
+    w->length = w->in_run = (int32_t)fmoe_ceil_div(part[0].bytes, LINE);
+    w->per_half = (int32_t)count;
+    w->left = (int64_t)w->length * count * s->n_v;
 }
 
 /* ---- the pipeline of a worker ---- */
@@ -217,6 +231,7 @@ static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const
         else if (then && then->form == FMOE_FORM_NMAJOR_INPLACE && !then->v[0].coded)
             overlap_prefetch_nmajor(then, 0, &overlap);
         if (pipe->operands) overlap_prefetch_epilogue(s, pipe->operands, j, &overlap);
+        if (then && !overlap.epilogue.left) overlap_prefetch_codes(then, j, panels, many, &overlap.epilogue);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, pipe->panel[0],
              pipe->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);
@@ -298,7 +313,7 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
 {
     if (pipe->n < 0) {
         for (pipe->n = 0; pipe->n < 3 && pipe->next(pipe->state, &pipe->steps[pipe->n]);) pipe->n++;
-        if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form)) decode_step(pipe, &pipe->steps[0], NULL);
+        if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form)) decode_step(pipe, &pipe->steps[0]);
         if (pipe->n && fmoe_is_packed_now(pipe->steps[0].form))
             fmoe_pack_chunk(pipe->cpu, pipe->scratch, &pipe->steps[0], pipe->panel[0]);
     } else {
@@ -316,23 +331,25 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
     if (now->form == FMOE_FORM_NONE || now->form == FMOE_FORM_FEW_ROWS || now->form == FMOE_FORM_NMAJOR_INPLACE) {
         const fmoe_step *next = pipe->n > 1 ? then : NULL;
         const bool coded = now->form == FMOE_FORM_FEW_ROWS && fits_coded(pipe->cpu, now);
-        if (!coded) decode_step(pipe, now, next);
+        if (!coded) decode_step(pipe, now);
         if (coded) multiply_coded(pipe, now);
         else if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
         else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
-        if (pack) decode_step(pipe, then, pipe->n > 2 ? after : NULL);
+        if (pack) decode_step(pipe, then);
         if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
         return now;
     }
     fmoe_overlap overlap = {.batched = pipe->cpu->intel,
                             .prefetch_again = fmoe_is_prepacked(now) && now->rows < FMOE_MEMORY_BOUND_ROWS};
-    if (pack) decode_step(pipe, then, pipe->n > 2 ? after : NULL);
+    if (pack) decode_step(pipe, then);
     if (pack && fmoe_has_kmajor_panel(now->form) == fmoe_has_kmajor_panel(then->form))
         overlap_pack(pipe->cpu, then, pipe->panel[1], &overlap);
     const bool whole = pack && overlap.pack.left == 0;
     if (pipe->n > 1 && fmoe_is_prepacked(then)) overlap_prefetch_prepacked(pipe->cpu, then, now->rows, &overlap);
     else if (pipe->n > 2 && fmoe_is_prepacked(after)) overlap_prefetch_prepacked(pipe->cpu, after, now->rows, &overlap);
-    else if (pipe->n > 2 && !after->v[0].coded) overlap_prefetch(then, after, now->rows, &overlap);
+    else if (pipe->n > 2 && after->v[0].coded)
+        overlap_prefetch_codes(after, 0, 1, now->rows >= FMOE_MEMORY_BOUND_ROWS, &overlap.prefetch);
+    else if (pipe->n > 2) overlap_prefetch(then, after, now->rows, &overlap);
     multiply_panels(pipe, now, fmoe_is_prepacked(now) ? fmoe_prepacked_at(pipe->cpu, now) : pipe->panel[0], &overlap);
     if (whole || overlap.pack.left) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);
     return now;

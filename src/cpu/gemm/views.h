@@ -47,16 +47,20 @@ typedef struct fmoe_rows {
 fmoe_rows fmoe_rows_of(const fmoe_tensor *t, const int64_t *index);
 fmoe_rows fmoe_rows_buffer(const void *base, int64_t columns, int dtype);
 
-/* decode.c: matrix e of a quantised stack as kernels read it; columns [n0, n0+n) and k [k0, k0+kc) of a view of it,
- * decoded to `to`, k-major with `apart` elements from column to column, or n-major, n apart (of swapped stacks). While
- * it is decoded, the codes of `ahead` that stand in the same places are prefetched; NULL: none. */
+/* decode.c: matrix e of a quantised stack as kernels read it; columns [n0, n0+n) and k [k0, k0+kc) of a view of it, as
+ * they lie in memory, and decoded to `to`, k-major with `apart` elements from column to column, or n-major, n apart (of
+ * swapped stacks). */
 fmoe_coded fmoe_coded_of(const fmoe_tensor *t, const fmoe_quant *q, bool list, int64_t e);
 typedef struct fmoe_code_block {
     const fmoe_view *v;
     int64_t n0, n, k0, kc;
 } fmoe_code_block;
-void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart,
-                 const fmoe_code_block *ahead);
+typedef struct fmoe_code_lines {
+    const char *at;
+    int64_t step, rows, bytes; /* from row to row; of a row */
+} fmoe_code_lines;
+fmoe_code_lines fmoe_codes_at(const fmoe_code_block *b);
+void fmoe_decode(const fmoe_cpu_plan *cpu, const fmoe_code_block *b, void *to, int64_t apart);
 
 /* ---- single rows and elements ---- */
 

@@ -27,7 +27,8 @@ typedef struct fmoe_coded {
 /* The row of groups that a row of codes is in. */
 static inline int64_t fmoe_coded_group(const fmoe_coded *m, int64_t row)
 {
-    return row < m->half ? row / m->group_rows : m->half_groups + (row - m->half) / m->group_rows;
+    const int64_t before = row < m->half ? 0 : m->half_groups, at = row < m->half ? row : row - m->half;
+    return before + (m->group_rows == 1 ? at : at / m->group_rows); /* one each is the rule, and a division is slow */
 }
 
 /* The scale and zero of a group. */

@@ -35,7 +35,7 @@ static void nibbles(void *dst, int dtype, const uint8_t *row, bool high_first, i
     if (k < end) put(dst, dtype, i, t[fmoe_nibble(row, k, high_first)]);
 }
 
-void NAME(fmoe_dequant)(void *dst, int dtype, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)
+static void decode_row(void *dst, int dtype, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)
 {
     const uint8_t *codes = m->codes + row * m->step;
     const int64_t group_row = fmoe_coded_group(m, row), element = (int64_t)fmoe_dtype_size(dtype);
@@ -55,4 +55,10 @@ void NAME(fmoe_dequant)(void *dst, int dtype, const fmoe_coded *m, int64_t row, 
             for (int64_t i = k; i < end; i++) put(to, dtype, i - k, fmoe_e4m3_to_float(codes[i]) * scale * m->scale2);
         }
     }
+}
+
+void NAME(fmoe_dequant)(void *dst, int64_t apart, int dtype, const fmoe_coded *m, int64_t row, int64_t rows, int64_t k0,
+                        int64_t n)
+{
+    for (int64_t i = 0; i < rows; i++) decode_row((char *)dst + i * apart, dtype, m, row + i, k0, n);
 }

@@ -79,9 +79,10 @@ typedef void fmoe_pack_tiles_fn(void *tiles, int64_t K, const void *const *rows,
 typedef void fmoe_gemm_inplace_fn(int64_t rows, int64_t K, const void *tiles, const void *w, int64_t w_stride,
                                   int64_t n, float *c, int64_t ldc, const void *next);
 
-/* Weights [k0, k0+n) of a row of a quantised matrix, in `dtype` (f32, bf16, f16): ((code - zero) * scale) * scale2 in
- * f32, rounded once. The same bits on every level. */
-typedef void fmoe_dequant_fn(void *dst, int dtype, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n);
+/* Weights [k0, k0+n) of rows [row, row+rows) of a quantised matrix, in `dtype` (f32, bf16, f16), `apart` bytes from row
+ * to row: ((code - zero) * scale) * scale2 in f32, rounded once. The same bits on every level. */
+typedef void fmoe_dequant_fn(void *dst, int64_t apart, int dtype, const fmoe_coded *m, int64_t row, int64_t rows,
+                             int64_t k0, int64_t n);
 
 typedef void fmoe_load_fn(float *dst, const void *src, int64_t n);  /* bf16 or f16 -> f32 */
 typedef void fmoe_store_fn(void *dst, const float *src, int64_t n); /* f32 -> bf16 or f16, nearest even */

@@ -177,7 +177,7 @@ static void dequantize_worker(void *arg, int worker)
     for (int64_t task; fmoe_claim(&run->tasks, &task);) {
         const int64_t e = task / run->N, n = task % run->N;
         const fmoe_coded m = matrix_at(run, e);
-        run->k.dequant((char *)(uintptr_t)weight_row(run, e, n), fmoe_tensor_dtype(run->a->w), &m, n, 0, run->K);
+        run->k.dequant((char *)(uintptr_t)weight_row(run, e, n), 0, fmoe_tensor_dtype(run->a->w), &m, n, 1, 0, run->K);
     }
 }
 

@@ -153,34 +153,7 @@ INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe
 }
 
 #ifdef __AVX512BF16__
-/* What most weights of products are: 4 bits, whole steps of 32 in whole groups, no tensor of zeros, denormals as they
- * may be. Seven instructions a group beside the lookups. */
-INLINE void decode_pairs(const bool high_first, const bool f32, char *to, const fmoe_coded *m, int64_t row, int64_t k,
-                         int64_t n)
-{
-    const __m512 table = _mm512_sub_ps(_mm512_loadu_ps(m->table), _mm512_set1_ps(m->zero)),
-                 scale2 = _mm512_set1_ps(m->scale2);
-    const int64_t first = fmoe_coded_group(m, row) * m->scale_step;
-    const uint8_t *p = m->codes + row * m->step + k / 2;
-    int64_t group = k / m->group_cols, left = (group + 1) * m->group_cols - k;
-    for (; n > 0; group++, left = m->group_cols) {
-        const float s = f32 ? ((const float *)(const void *)m->scale)[first + group]
-                            : fmoe_scale_at(m->scale, m->scale_dtype, m->scale_type, first + group);
-        const __m512 t = _mm512_mul_ps(_mm512_mul_ps(table, _mm512_set1_ps(s)), scale2);
-        const __m512i words = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(t));
-        const int64_t length = fmoe_min(n, left);
-        for (int64_t i = 0; i < length; i += 32, p += 16, to += 64)
-            _mm512_storeu_si512(to, _mm512_permutexvar_epi16(
-                                        indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
-        n -= length;
-    }
-}
-
-INLINE bool are_plain_pairs(const fmoe_coded *m, int64_t k, int64_t n)
-{
-    return m->for_pairs && m->table && !m->zeros && !(k % 32 || n % 32) &&
-           (m->group_cols % 32 == 0 || m->group_cols >= k + n);
-}
+#include "cpu/kernels/x86/dequant_pairs_avx512.h"
 #endif
 
 INLINE void decode_code(const int dtype, char *to, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)
@@ -190,18 +163,20 @@ INLINE void decode_code(const int dtype, char *to, const fmoe_coded *m, int64_t 
     else decode_row(dtype, FMOE_CODE_LUT4, to, m, row, k0, n);
 }
 
-void NAME(fmoe_dequant)(void *dst, int dtype, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)
+void NAME(fmoe_dequant)(void *dst, int64_t apart, int dtype, const fmoe_coded *m, int64_t row, int64_t rows, int64_t k0,
+                        int64_t n)
 {
 #ifdef __AVX512BF16__
-    if (dtype == FMOE_BF16 && are_plain_pairs(m, k0, n)) {
-        if (m->high_first && m->scale_dtype == FMOE_F32) decode_pairs(true, true, dst, m, row, k0, n);
-        else if (m->high_first) decode_pairs(true, false, dst, m, row, k0, n);
-        else if (m->scale_dtype == FMOE_F32) decode_pairs(false, true, dst, m, row, k0, n);
-        else decode_pairs(false, false, dst, m, row, k0, n);
+    if (dtype == FMOE_BF16 && are_pairs(m, k0, n)) {
+        if (m->scale2 == 1) decode_pairs_of(true, dst, apart, m, row, rows, k0, n);
+        else decode_pairs_of(false, dst, apart, m, row, rows, k0, n);
         return;
     }
 #endif
-    if (dtype == FMOE_BF16) decode_code(FMOE_BF16, dst, m, row, k0, n);
-    else if (dtype == FMOE_F16) decode_code(FMOE_F16, dst, m, row, k0, n);
-    else decode_code(FMOE_F32, dst, m, row, k0, n);
+    for (int64_t i = 0; i < rows; i++) {
+        char *to = (char *)dst + i * apart;
+        if (dtype == FMOE_BF16) decode_code(FMOE_BF16, to, m, row + i, k0, n);
+        else if (dtype == FMOE_F16) decode_code(FMOE_F16, to, m, row + i, k0, n);
+        else decode_code(FMOE_F32, to, m, row + i, k0, n);
+    }
 }

@@ -22,14 +22,40 @@ INLINE __m512 times(const bool plain, __m512 v, float scale, __m512 scale2)
     return plain ? once : _mm512_mul_ps(once, scale2);
 }
 
-/* One group of a row: n codes from p on. */
-INLINE void pairs_nibbles(const bool plain, const bool high_first, char *to, const uint8_t *p, int64_t n, __m512 table,
-                          float scale, __m512 scale2)
+/* 32 codes by the table in the lower or upper half of `words`: of an index five bits count, and a 1 or a 0 in the fifth
+ * takes the place of what the shifts leave there. */
+INLINE void pairs_lookup(const bool high_first, const bool upper, char *to, const uint8_t *p, __m512i words)
 {
-    const __m512i words = _mm512_broadcast_i64x4((__m256i)_mm512_cvtneps_pbh(times(plain, table, scale, scale2)));
-    for (; n > 0; n -= PAIRS_STEP, p += 16, to += 64)
-        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(
-                                    indices(high_first, _mm_loadu_si128((const __m128i *)(const void *)p)), words));
+    const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+    const __m512i y = high_first ? _mm512_srli_epi32(x, 4) : x, z = _mm512_slli_epi32(x, high_first ? 16 : 12);
+    const __m512i index = upper ? _mm512_ternarylogic_epi32(y, z, _mm512_set1_epi16(16), 0xfe) /* a | b | c */
+                                : _mm512_ternarylogic_epi32(y, z, _mm512_set1_epi16(15), 0xa8); /* (a | b) & c */
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, words));
+}
+
+/* n codes of a group from p on. */
+INLINE void pairs_group(const bool high_first, char *to, const uint8_t *p, int64_t n, __m512 t)
+{
+    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(t, t);
+    for (; n > 0; n -= PAIRS_STEP, p += 16, to += 64) pairs_lookup(high_first, false, to, p, words);
+}
+
+/* n codes of a row, whole groups of one, two or four steps. */
+INLINE void pairs_groups(const bool plain, const bool high_first, const int steps, char *to, const uint8_t *p, int64_t n,
+                         __m512 table, const float *scales, __m512 scale2)
+{
+    for (; steps == 1 && n >= 2 * PAIRS_STEP; n -= 2 * PAIRS_STEP, p += 32, to += 128, scales += 2) {
+        const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(times(plain, table, scales[1], scale2),
+                                                           times(plain, table, scales[0], scale2));
+        pairs_lookup(high_first, false, to, p, words);
+        pairs_lookup(high_first, true, to + 64, p + 16, words);
+    }
+    for (; n > 0; n -= steps * PAIRS_STEP, scales++) {
+        const __m512 t = times(plain, table, scales[0], scale2);
+        const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(t, t);
+#pragma GCC unroll 4
+        for (int i = 0; i < steps; i++, p += 16, to += 64) pairs_lookup(high_first, false, to, p, words);
+    }
 }
 
 INLINE __m512 from_s8(const bool plain, const uint8_t *p, __m512 zero, float scale, __m512 scale2)
@@ -66,27 +92,36 @@ INLINE void pairs_floats(char *to, const uint8_t *p, int64_t n, const __m512i wo
     }
 }
 
-/* `rows` rows of one row of groups; k, n: at most PAIRS_K of them. */
-INLINE void decode_pairs(const bool plain, const int32_t code, const bool high_first, char *to, int64_t apart,
-                         const fmoe_coded *m, int64_t row, int64_t rows, int64_t group_row, int64_t k, int64_t n)
+/* What is the same for all rows of a block: n codes, of which `first` are in the first group. */
+typedef struct pairs_block {
+    const fmoe_coded *m;
+    int64_t n, first, apart;
+    __m512 table, zero, scale2;
+    bool regular; /* whole groups of one, two or four steps */
+} pairs_block;
+
+/* `rows` rows that share their scales. */
+INLINE void decode_pairs(const bool plain, const int32_t code, const bool high_first, const pairs_block *b, char *to,
+                         const uint8_t *codes, int64_t rows, const float *scales)
 {
-    const __m512 scale2 = _mm512_set1_ps(m->scale2), zero = _mm512_set1_ps(m->zero);
-    const __m512 table = m->table ? _mm512_sub_ps(_mm512_loadu_ps(m->table), zero) : zero;
-    const int64_t first = k / m->group_cols, groups = (k + n - 1) / m->group_cols - first + 1;
-    float room[SCALES_MOST];
-    const float *scales = scales_in_f32(m, group_row, first, groups, room);
-    const bool bytes = code == FMOE_CODE_S8 || code == FMOE_CODE_E4M3;
-    const uint8_t *codes = m->codes + row * m->step + (bytes ? k : k / 2);
-    int64_t length = fmoe_min(n, (first + 1) * m->group_cols - k);
-    for (int64_t g = 0; n > 0; g++, n -= length, length = fmoe_min(n, m->group_cols)) {
+    const fmoe_coded *m = b->m;
+    for (int64_t i = 0; code == FMOE_CODE_LUT4 && b->regular && i < rows; i++, to += b->apart, codes += m->step) {
+        const int64_t steps = m->group_cols / PAIRS_STEP;
+        if (steps == 1) pairs_groups(plain, high_first, 1, to, codes, b->n, b->table, scales, b->scale2);
+        else if (steps == 2) pairs_groups(plain, high_first, 2, to, codes, b->n, b->table, scales, b->scale2);
+        else pairs_groups(plain, high_first, 4, to, codes, b->n, b->table, scales, b->scale2);
+    }
+    if (code == FMOE_CODE_LUT4 && b->regular) return;
+    const bool bytes = code != FMOE_CODE_LUT4;
+    for (int64_t n = b->n, length = b->first; n > 0; scales++, n -= length, length = fmoe_min(n, m->group_cols)) {
         __m512i words[4];
-        if (code == FMOE_CODE_E4M3) pairs_magnitudes(plain, scales[g], scale2, words);
+        if (code == FMOE_CODE_E4M3) pairs_magnitudes(plain, *scales, b->scale2, words);
         for (int64_t i = 0; i < rows; i++) {
             const uint8_t *p = codes + i * m->step;
-            char *dst = to + i * apart;
+            char *dst = to + i * b->apart;
             if (code == FMOE_CODE_E4M3) pairs_floats(dst, p, length, words);
-            else if (code == FMOE_CODE_S8) pairs_bytes(plain, dst, p, length, zero, scales[g], scale2);
-            else pairs_nibbles(plain, high_first, dst, p, length, table, scales[g], scale2);
+            else if (code == FMOE_CODE_S8) pairs_bytes(plain, dst, p, length, b->zero, *scales, b->scale2);
+            else pairs_group(high_first, dst, p, length, times(plain, b->table, *scales, b->scale2));
         }
         codes += bytes ? length : length / 2;
         to += 2 * length;
@@ -96,18 +131,26 @@ INLINE void decode_pairs(const bool plain, const int32_t code, const bool high_f
 INLINE void decode_pairs_of(const bool plain, char *to, int64_t apart, const fmoe_coded *m, int64_t row, int64_t rows,
                             int64_t k0, int64_t n)
 {
-    for (int64_t i = 0, run, group_row; i < rows; i += run, to += run * apart) {
-        run = rows_of_group(m, row + i, rows - i, &group_row);
-        for (int64_t k = 0; k < n; k += PAIRS_K) {
-            const int64_t length = fmoe_min(PAIRS_K, n - k), at = k0 + k, first = row + i;
-            char *dst = to + 2 * k;
-            if (m->code == FMOE_CODE_E4M3)
-                decode_pairs(plain, FMOE_CODE_E4M3, false, dst, apart, m, first, run, group_row, at, length);
-            else if (m->code == FMOE_CODE_S8)
-                decode_pairs(plain, FMOE_CODE_S8, false, dst, apart, m, first, run, group_row, at, length);
-            else if (m->high_first)
-                decode_pairs(plain, FMOE_CODE_LUT4, true, dst, apart, m, first, run, group_row, at, length);
-            else decode_pairs(plain, FMOE_CODE_LUT4, false, dst, apart, m, first, run, group_row, at, length);
+    const bool bytes = m->code == FMOE_CODE_S8 || m->code == FMOE_CODE_E4M3;
+    pairs_block b = {.m = m, .apart = apart, .zero = _mm512_set1_ps(m->zero), .scale2 = _mm512_set1_ps(m->scale2)};
+    b.table = m->table ? _mm512_sub_ps(_mm512_loadu_ps(m->table), b.zero) : b.zero;
+    for (int64_t k = k0; k < k0 + n; k += PAIRS_K) {
+        const int64_t group = k / m->group_cols, left = (group + 1) * m->group_cols - k;
+        b.n = fmoe_min(PAIRS_K, k0 + n - k);
+        b.first = fmoe_min(b.n, left);
+        const int64_t groups = 1 + (left < b.n ? fmoe_ceil_div(b.n - left, m->group_cols) : 0);
+        b.regular = (m->group_cols == 32 || m->group_cols == 64 || m->group_cols == 128) && left == m->group_cols &&
+                    b.n % m->group_cols == 0;
+        for (int64_t i = 0, run, group_row; i < rows; i += run) {
+            run = rows_of_group(m, row + i, rows - i, &group_row);
+            float room[SCALES_MOST];
+            const float *scales = scales_in_f32(m, group_row, group, groups, room);
+            const uint8_t *codes = m->codes + (row + i) * m->step + (bytes ? k : k / 2);
+            char *dst = to + i * apart + 2 * (k - k0);
+            if (m->code == FMOE_CODE_E4M3) decode_pairs(plain, FMOE_CODE_E4M3, false, &b, dst, codes, run, scales);
+            else if (m->code == FMOE_CODE_S8) decode_pairs(plain, FMOE_CODE_S8, false, &b, dst, codes, run, scales);
+            else if (m->high_first) decode_pairs(plain, FMOE_CODE_LUT4, true, &b, dst, codes, run, scales);
+            else decode_pairs(plain, FMOE_CODE_LUT4, false, &b, dst, codes, run, scales);
         }
     }
 }

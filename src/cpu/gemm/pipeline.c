@@ -217,7 +217,8 @@ static void point_at_rows(const fmoe_pipeline *pipe, const fmoe_step *s, int64_t
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk of n-major weights in place; `then`: the one after it, or NULL. While a panel
- * of it is multiplied, the next one is prefetched: into L1 too where rows are many. */
+ * of it is multiplied, the next one is prefetched, into L1 too where rows are many; or, where they are quantised, the
+ * codes of the next chunk, for this one was decoded into L2 (dx at 64 rows: 15 % less than with both). */
 static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
     fmoe_gemm_nmajor_inplace_fn *gemm = (fmoe_gemm_nmajor_inplace_fn *)gemm_kernel(pipe->cpu, s);
@@ -231,7 +232,7 @@ static void multiply_nmajor(const fmoe_pipeline *pipe, const fmoe_step *s, const
         else if (then && then->form == FMOE_FORM_NMAJOR_INPLACE && !then->v[0].coded)
             overlap_prefetch_nmajor(then, 0, &overlap);
         if (pipe->operands) overlap_prefetch_epilogue(s, pipe->operands, j, &overlap);
-        if (then && !overlap.epilogue.left) overlap_prefetch_codes(then, j, panels, many, &overlap.epilogue);
+        if (then && then->v[0].coded) overlap_prefetch_codes(then, j, panels, many, &overlap.prefetch);
         overlap.prefetch.into_l1 = overlap.epilogue.into_l1 = many;
         gemm(s->rows, s->kc, a, fmoe_chunk_at(s, 0) + j * FMOE_NB * element, s->v[0].sk * element, pipe->panel[0],
              pipe->scratch->c + j * s->rows * FMOE_NB, FMOE_NB, s->first, &overlap);

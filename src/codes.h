@@ -21,13 +21,15 @@ static inline float fmoe_e4m3_to_float(uint8_t b)
 /* All 128 magnitudes. */
 static inline const float *fmoe_e4m3_magnitudes(void)
 {
-#define EIGHT(n, p) n * (p), (n + 1) * (p), (n + 2) * (p), (n + 3) * (p), (n + 4) * (p), (n + 5) * (p), (n + 6) * (p)
-    static const float all[128] = {
-        EIGHT(0, 0x1p-9f), 7 * 0x1p-9f, EIGHT(8, 0x1p-9f), 15 * 0x1p-9f, EIGHT(8, 0x1p-8f), 15 * 0x1p-8f,
-        EIGHT(8, 0x1p-7f), 15 * 0x1p-7f, EIGHT(8, 0x1p-6f), 15 * 0x1p-6f, EIGHT(8, 0x1p-5f), 15 * 0x1p-5f,
-        EIGHT(8, 0x1p-4f), 15 * 0x1p-4f, EIGHT(8, 0x1p-3f), 15 * 0x1p-3f, EIGHT(8, 0x1p-2f), 15 * 0x1p-2f,
-        EIGHT(8, 0x1p-1f), 15 * 0x1p-1f, EIGHT(8, 1.f), 15, EIGHT(8, 2.f), 30, EIGHT(8, 4.f), 60, EIGHT(8, 8.f), 120,
-        EIGHT(8, 16.f), 240, EIGHT(8, 32.f), __builtin_nanf("")};
+#define EIGHT(n, p) n *(p), (n + 1) * (p), (n + 2) * (p), (n + 3) * (p), (n + 4) * (p), (n + 5) * (p), (n + 6) * (p)
+    static const float all[128] = {EIGHT(0, 0x1p-9f), 7 * 0x1p-9f,  EIGHT(8, 0x1p-9f), 15 * 0x1p-9f,
+                                   EIGHT(8, 0x1p-8f), 15 * 0x1p-8f, EIGHT(8, 0x1p-7f), 15 * 0x1p-7f,
+                                   EIGHT(8, 0x1p-6f), 15 * 0x1p-6f, EIGHT(8, 0x1p-5f), 15 * 0x1p-5f,
+                                   EIGHT(8, 0x1p-4f), 15 * 0x1p-4f, EIGHT(8, 0x1p-3f), 15 * 0x1p-3f,
+                                   EIGHT(8, 0x1p-2f), 15 * 0x1p-2f, EIGHT(8, 0x1p-1f), 15 * 0x1p-1f,
+                                   EIGHT(8, 1.f),     15,           EIGHT(8, 2.f),     30,
+                                   EIGHT(8, 4.f),     60,           EIGHT(8, 8.f),     120,
+                                   EIGHT(8, 16.f),    240,          EIGHT(8, 32.f),    __builtin_nanf("")};
 #undef EIGHT
     return all;
 }

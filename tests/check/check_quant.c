@@ -77,7 +77,8 @@ void check_dequant(const check_kernel *k, int64_t index)
                     .scale2 = 1,
                     .table = fmoe_code_is_4bit(code) ? fmoe_code_table(code, lut) : NULL};
     for (int draw = 0; draw < 4 && !check_failed(); draw++) {
-        const int64_t row = draw ? check_below(N) : N - 1, k0 = draw > 1 ? (K % 32 ? check_below(K) : 32 * check_below(K / 32)) : 0,
+        const int64_t row = draw ? check_below(N) : N - 1,
+                      k0 = draw > 1 ? (K % 32 ? check_below(K) : 32 * check_below(K / 32)) : 0,
                       n = draw > 2 ? 1 + check_below(K - k0) : K - k0, several = 1 + check_below(fmoe_min(N - row, 9));
         m.for_pairs = dtype == FMOE_BF16 && check_below(2); /* denormals may be zeros then */
         check_note("code %d flags %u N=%" PRId64 " K=%" PRId64 " groups %dx%d dtype %d scale %d/%d, row %" PRId64

@@ -177,15 +177,14 @@ static void decode_step(const fmoe_pipeline *pipe, fmoe_step *s)
     }
 }
 
-/* Let a product prefetch part j of n of the codes of a step, spread over it: in a burst, before they are decoded, a core
- * drops most of them, and waits longer for codes than it decodes them. */
+/* Let a product prefetch part j of n of the codes of a step, spread over it: in a burst, before they are decoded, a
+ * core drops most of them, and waits longer for codes than it decodes them. */
 static void overlap_prefetch_codes(const fmoe_step *s, int64_t j, int64_t n, bool into_l1, fmoe_walk *w)
 {
     enum { LINE = 64 };
     fmoe_code_lines part[2];
     if (!s->v[0].coded || !s->rows) return;
-    for (int i = 0; i < s->n_v; i++)
-        part[i] = fmoe_codes_at(&(fmoe_code_block){&s->v[i], s->n0, s->n, s->k0, s->kc});
+    for (int i = 0; i < s->n_v; i++) part[i] = fmoe_codes_at(&(fmoe_code_block){&s->v[i], s->n0, s->n, s->k0, s->kc});
     const int64_t eights = part[0].rows / 8, first = eights * j / n, count = eights * (j + 1) / n - first;
     *w = (fmoe_walk){.step = part[0].step, .advance = LINE, .run_step = 8 * part[0].step, .into_l1 = into_l1};
     w->half[0] = w->at = part[0].at + first * w->run_step;

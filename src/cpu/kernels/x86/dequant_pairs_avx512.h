@@ -28,7 +28,7 @@ INLINE void pairs_lookup(const bool high_first, const bool upper, char *to, cons
 {
     const __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
     const __m512i y = high_first ? _mm512_srli_epi32(x, 4) : x, z = _mm512_slli_epi32(x, high_first ? 16 : 12);
-    const __m512i index = upper ? _mm512_ternarylogic_epi32(y, z, _mm512_set1_epi16(16), 0xfe) /* a | b | c */
+    const __m512i index = upper ? _mm512_ternarylogic_epi32(y, z, _mm512_set1_epi16(16), 0xfe)  /* a | b | c */
                                 : _mm512_ternarylogic_epi32(y, z, _mm512_set1_epi16(15), 0xa8); /* (a | b) & c */
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(index, words));
 }
@@ -41,8 +41,8 @@ INLINE void pairs_group(const bool high_first, char *to, const uint8_t *p, int64
 }
 
 /* n codes of a row, whole groups of one, two or four steps. */
-INLINE void pairs_groups(const bool plain, const bool high_first, const int steps, char *to, const uint8_t *p, int64_t n,
-                         __m512 table, const float *scales, __m512 scale2)
+INLINE void pairs_groups(const bool plain, const bool high_first, const int steps, char *to, const uint8_t *p,
+                         int64_t n, __m512 table, const float *scales, __m512 scale2)
 {
     for (; steps == 1 && n >= 2 * PAIRS_STEP; n -= 2 * PAIRS_STEP, p += 32, to += 128, scales += 2) {
         const __m512i words = (__m512i)_mm512_cvtne2ps_pbh(times(plain, table, scales[1], scale2),
@@ -64,7 +64,8 @@ INLINE __m512 from_s8(const bool plain, const uint8_t *p, __m512 zero, float sca
     return times(plain, _mm512_sub_ps(_mm512_cvtepi32_ps(x), zero), scale, scale2);
 }
 
-INLINE void pairs_bytes(const bool plain, char *to, const uint8_t *p, int64_t n, __m512 zero, float scale, __m512 scale2)
+INLINE void pairs_bytes(const bool plain, char *to, const uint8_t *p, int64_t n, __m512 zero, float scale,
+                        __m512 scale2)
 {
     for (; n > 0; n -= PAIRS_STEP, p += PAIRS_STEP, to += 64)
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(from_s8(plain, p + 16, zero, scale, scale2),
@@ -86,7 +87,8 @@ INLINE void pairs_floats(char *to, const uint8_t *p, int64_t n, const __m512i wo
         const __m512i x = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)(const void *)p));
         const __m512i below = _mm512_permutex2var_epi16(words[0], x, words[1]),
                       above = _mm512_permutex2var_epi16(words[2], x, words[3]);
-        const __m512i magnitude = _mm512_mask_mov_epi16(below, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), above);
+        const __m512i magnitude =
+            _mm512_mask_mov_epi16(below, _mm512_test_epi16_mask(x, _mm512_set1_epi16(0x40)), above);
         _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(magnitude, _mm512_slli_epi16(x, 8),
                                                           _mm512_set1_epi16((short)0x8000), 0x78)); /* a ^ (b & c) */
     }

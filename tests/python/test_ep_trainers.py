@@ -12,11 +12,10 @@ import torch
 import fusedmoe
 import processes
 from common import V5, tiny
-from fusedmoe.integrations import seams
+from fusedmoe.integrations import expert_parallel, seams
 
 pytestmark = pytest.mark.skipif(not V5, reason="transformers v4 has its experts in lists")
-TABLE = find_spec("transformers.distributed") and find_spec("transformers.distributed.expert_parallel")
-SEAM = bool(TABLE) and hasattr(import_module(TABLE.name), "EPImplementationInterface")
+SEAM = V5 and bool(import_module("transformers.modeling_utils")) and expert_parallel._module() is not None
 TITAN, DEEPSPEED = (bool(find_spec(name)) for name in ("torchtitan", "deepspeed"))
 
 
@@ -45,7 +44,7 @@ def trainer(rank, ranks, folder):
             json.dump(found, f)
 
 
-@pytest.mark.skipif(not SEAM or not find_spec("accelerate"), reason="transformers 5.23 and accelerate are not installed")
+@pytest.mark.skipif(not SEAM or not find_spec("accelerate"), reason="transformers 5.22 and accelerate are not installed")
 def test_trainer_with_a_flag_alone(tmp_path):
     """FMOE_EXPERT_PARALLEL: losses and gradient norms of one process, and a checkpoint of the same form."""
     from safetensors import safe_open
@@ -58,12 +57,11 @@ def test_trainer_with_a_flag_alone(tmp_path):
         found.append(torch.tensor(json.loads((folder / "found.json").read_text())))
         with safe_open(folder / "final" / "model.safetensors", "pt") as file:
             names.append({k: file.get_slice(k).get_shape() for k in file.keys()})  # noqa: SIM118
-    assert len(found[0]) == 4 and found[0].allclose(found[1], 1e-5) and names[0] == names[1]
+    told = 2 if hasattr(expert_parallel._module(), "EPImplementationInterface") else 1  # Trainer's norm of 5.22 is one rank's, with theirs too
+    assert len(found[0]) == 4 and found[0][:, :told].allclose(found[1][:, :told], 1e-5) and names[0] == names[1]
 
 
 def test_the_flag_must_divide(monkeypatch):
-    from fusedmoe.integrations import expert_parallel
-
     for asked in ("3", "0", "two", "-1", "8"):
         monkeypatch.setenv("FMOE_EXPERT_PARALLEL", asked)
         monkeypatch.setenv("WORLD_SIZE", "4")

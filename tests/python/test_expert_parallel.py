@@ -4,16 +4,19 @@
 import copy
 import os
 import random
+import subprocess
 import sys
 import time
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -314,11 +317,14 @@ def own_of_transformers(rank, ranks, folder):
         ids, found = _batches()[0], {}
         mine = ids if "tp_size" in sizes else ids.chunk(ranks)[rank]
         for name in ("all_to_all", "fusedmoe"):
-            config = DistributedConfig(**sizes, ep_implementation=name)
-            model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config, experts_implementation="fusedmoe")
-            assert (name == "fusedmoe") == any("_fmoe_ep" in vars(m) for m in model.modules())
+            config = DistributedConfig(**sizes, **({"ep_implementation": name} if TABLE else {}))
+            how = "fusedmoe" if TABLE or name == "fusedmoe" else "eager"  # 5.22: it is the implementation that chooses
+            model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config, experts_implementation=how)
+            assert not TABLE or (name == "fusedmoe") == any("_fmoe_ep" in vars(m) for m in model.modules())
             loss = model(input_ids=mine, labels=mine).loss
             loss.backward()
+            carried = [m._fmoe_ep.stats for m in model.modules() if "_fmoe_ep" in vars(m)]
+            assert bool(carried and all(carried)) == (name == "fusedmoe")
             found[name] = float(loss.detach()), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         (want, grads), (got, own) = found.values()
         assert abs(got - want) < 1e-6 * want and own.keys() == grads.keys()
@@ -399,6 +405,24 @@ def quantised_layers(rank, ranks, folder):
         assert torch.equal(a, b[mine] if i < 2 else b[ep.local]), i
 
 
+def fp8_of_transformers(rank, ranks, folder):
+    """FP8Experts, whose codes and scales are parameters of theirs."""
+    fp8 = import_module("transformers.integrations.finegrained_fp8")
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=96, num_experts=5, dtype=torch.bfloat16)
+    g = torch.Generator().manual_seed(3)
+    one = nn.Sequential(fp8.FP8Experts(config, block_size=(32, 32)))
+    for name, p in one.named_parameters():
+        p.data = torch.rand(p.shape, generator=g) if "scale" in name else torch.randn(p.shape, generator=g).to(torch.float8_e4m3fn)
+    spread = fusedmoe.apply(copy.deepcopy(one), expert_parallel=dist.group.WORLD)
+    fusedmoe.apply(one)
+    mine = slice(3 * rank, 3 * rank + 3)
+    x, p = torch.randn(3 * ranks, 64, generator=g).bfloat16(), torch.rand(3 * ranks, 2, generator=g)
+    ids = torch.randint(5, (3 * ranks, 2), generator=g)
+    assert torch.equal(spread[0](x[mine], ids[mine], p[mine]), one[0](x, ids, p)[mine])
+    whole = distributed.state_dict(spread)
+    assert all(torch.equal(whole[f"0.{n}"].float(), getattr(one[0], n).float()) for n in ("gate_up_proj_scale_inv", "down_proj_scale_inv"))
+
+
 def replicas(rank, ranks, folder):
     """An expert on two ranks trains as one: its gradients are summed, and the norm of all gradients counts it once."""
     clip = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.5)
@@ -448,14 +472,17 @@ def late_rank(rank, ranks, folder):
     assert time.monotonic() - began < 2
 
 
-TABLE = find_spec("transformers.distributed") and find_spec("transformers.distributed.expert_parallel")
-SEAM = [own_of_transformers] if TABLE and hasattr(import_module(TABLE.name), "EPImplementationInterface") else []
+THEIRS = find_spec("transformers.distributed") and find_spec("transformers.distributed.expert_parallel")
+THEIRS = import_module(THEIRS.name) if THEIRS else None
+TABLE = hasattr(THEIRS, "EPImplementationInterface")
+SEAM = [own_of_transformers] if TABLE or hasattr(THEIRS, "EpDispatchExpertsParallel") else []
+FP8 = [fp8_of_transformers] if V5 and find_spec("transformers.integrations.finegrained_fp8") else []
 MODELS = [training_qwen3, training_mixtral, training_deepseek, training_gpt_oss]
 FULL = os.environ.get("FMOE_FULL", "0") != "0"  # make test-full
 CHECKS = {
     4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks,
         save, save_shards],
-    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, quantised, quantised_layers, replicas,
+    2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, quantised, quantised_layers, *FP8, replicas,
         *SEAM, wrong_ids, late_rank],
     3: [drawn_layers, training_qwen3, listed_experts, restore, restore_shards],
     1: [restore, restore_shards],
@@ -476,6 +503,13 @@ def _run(ranks, tmp_path_factory):
 @pytest.mark.parametrize(("ranks", "check"), [(n, c.__name__) for n, checks in CHECKS.items() for c in checks])
 def test_processes(tmp_path_factory, ranks, check):
     processes.passed(_run(ranks, tmp_path_factory), check)
+
+
+def test_faults_of_a_rank():
+    """Some of those that ep_faults.py draws."""
+    script, runs = Path(__file__).with_name("ep_faults.py"), "100" if FULL else "8"
+    done = subprocess.run([sys.executable, script, "--runs", runs, "--seed", "7"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
 # ---- the model of larger machines -----------------------------------------------------------------------------------------------

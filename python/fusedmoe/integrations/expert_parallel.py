@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """transformers' own expert parallelism with fusedmoe's exchange: ``DistributedConfig(ep_size=n, ep_implementation="fusedmoe")``.
 
-transformers 5.23 and newer. Its plan cuts the experts and reaches them through an EPImplementation; ours sends a token once to each
-rank that has experts of it, and has the sums of one process. FMOE_EXPERT_PARALLEL=n in the environment does the same to a script that is
-not changed.
+transformers 5.23 and newer; with 5.22 ``experts_implementation="fusedmoe"`` is enough. Its plan cuts the experts and reaches them through
+an EPImplementation; ours sends a token once to each rank that has experts of it, and has the sums of one process.
+FMOE_EXPERT_PARALLEL=n in the environment does the same to a script that is not changed.
 """
 
 import functools
@@ -59,12 +59,54 @@ def implementation() -> type:
     return FusedMoeEP
 
 
-def register(name: str) -> None:
-    """Put it into transformers' table, where there is one."""
+@cache
+def _style() -> Any:
+    """Of 5.22, which has no such table: its rule for experts that tokens are sent to, with ours in its place where fusedmoe is chosen."""
+    from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
+
+    from ..distributed import ExpertParallel
+    from . import layers
+    from .transformers import chosen
+
+    base: Any = EpDispatchExpertsParallel
+
+    class FusedMoeStyle(base):
+        def install_forward(self, module: Any, ep_mesh: Any, *, tp_mesh: Any = None) -> Any:
+            own = module.forward
+            super().install_forward(module, ep_mesh, tp_mesh=tp_mesh)
+            theirs, layer = module.forward, layers.look_at(module)
+            if layer.path != "fused":
+                return module
+            vars(module)["_fmoe_ep"] = ExpertParallel(ep_mesh, module.num_experts * ep_mesh.size(), average=False)
+
+            def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+                if chosen(module) is None:
+                    return theirs(hidden_states, top_k_index, top_k_weights)
+                given, T = (hidden_states, top_k_index, top_k_weights), hidden_states.size(0)
+                given, _ = self.transform_inputs_pre_forward(module, given, {}, ep_mesh, tp_mesh=tp_mesh)
+                with self.context_around_forward(module, ep_mesh):
+                    out = own(*given)
+                return self.transform_output_post_forward(module, out, ep_mesh, tp_mesh=tp_mesh, num_tokens=T)
+
+            module.forward = forward
+            return module
+
+    return FusedMoeStyle()
+
+
+def _module() -> Any:
+    """transformers' module, where it sends tokens to experts in a way that we know."""
     module = sys.modules.get("transformers.distributed.expert_parallel")
-    interface = getattr(module, "EPImplementationInterface", None)
-    if interface is not None:
-        interface.register(name, lambda *args: implementation()(*args))
+    return module if hasattr(module, "EPImplementationInterface") or hasattr(module, "EpDispatchExpertsParallel") else None
+
+
+def register(name: str) -> None:
+    """Put it into transformers' table, where there is one; else in the place of its rule."""
+    module = _module()
+    if hasattr(module, "EPImplementationInterface"):
+        module.EPImplementationInterface.register(name, lambda *args: implementation()(*args))
+    elif module is not None and "ep_dispatch_experts" in module.ALL_PARALLEL_STYLES:
+        module.ALL_PARALLEL_STYLES.register("ep_dispatch_experts", _style())
     modeling = sys.modules.get("transformers.modeling_utils")
     if os.environ.get("FMOE_EXPERT_PARALLEL") and hasattr(modeling, "PreTrainedModel"):
         _spread_what_is_loaded(modeling.PreTrainedModel, name)
@@ -87,12 +129,12 @@ def _spread_what_is_loaded(cls: Any, name: str) -> None:
     def from_pretrained(model: type, *args: Any, **kwargs: Any) -> Any:
         n = _ranks()
         if n > 1 and kwargs.get("distributed_config") is None:
-            if not hasattr(sys.modules.get("transformers.distributed.expert_parallel"), "EPImplementationInterface"):
-                raise NotImplementedError("FMOE_EXPERT_PARALLEL needs transformers 5.23; else fusedmoe.apply(model, expert_parallel=...)")
+            if _module() is None:
+                raise NotImplementedError("FMOE_EXPERT_PARALLEL needs transformers 5.22; else fusedmoe.apply(model, expert_parallel=...)")
             from transformers.distributed import DistributedConfig
 
-            world = int(os.environ["WORLD_SIZE"])
-            kwargs["distributed_config"] = DistributedConfig(fsdp_size=world, ep_size=n, ep_implementation=name)
+            how = {"ep_implementation": name} if "ep_implementation" in DistributedConfig.__dataclass_fields__ else {}
+            kwargs["distributed_config"] = DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]), ep_size=n, **how)
             kwargs["experts_implementation"] = kwargs.get("experts_implementation") or name
         return own.__func__(model, *args, **kwargs)
 

@@ -3,7 +3,8 @@
 
     python tests/external/sft.py        needs trl (and with it datasets, accelerate) and peft
 
-All weights trained, and LoRA on attention and experts. Ends with an error when losses are apart, or ours was not called.
+All weights trained, and LoRA on attention and experts; LoRA on experts that QuantConfig("nf4") quantised while they were loaded, beside the
+same with decoded experts. Ends with an error when losses are apart, or ours was not called.
 """
 
 import collections
@@ -17,7 +18,9 @@ import torch
 import transformers
 import trl
 
+import fusedmoe
 from fusedmoe import ops
+from fusedmoe.quant import operators
 
 TEXTS = ["the cat sat on a mat and the dog ran in fog", "the sun shone over a hill while the cat sat", "a dog ran on the hill"] * 8
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", *sorted({word for text in TEXTS for word in text.split()})]
@@ -28,14 +31,25 @@ CONFIG = dict(
 )  # fmt: skip
 
 
-def losses(implementation: str, lora: bool) -> list[float]:
+def quantised(decoded: bool) -> torch.nn.Module:
+    """The model with NF4 experts, as from_pretrained makes it; or with the weights that these stand for."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG)).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, quantization_config=fusedmoe.QuantConfig("nf4"))
+    assert all(isinstance(p, fusedmoe.QuantTensor) for n, p in model.named_parameters() if ".experts." in n)
+    return fusedmoe.apply(fusedmoe.dequantize(model)) if decoded else model
+
+
+def losses(implementation: str, lora: bool, model: torch.nn.Module | None = None) -> list[float]:
     """The loss of each step."""
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG))
-    model.set_experts_implementation(implementation)
+    if model is None:
+        model = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**CONFIG))
+        model.set_experts_implementation(implementation)
     with tempfile.TemporaryDirectory() as folder:
         how = trl.SFTConfig(output_dir=folder, max_steps=5, per_device_train_batch_size=4, learning_rate=1e-2, logging_steps=1, bf16=False,
                             use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)  # fmt: skip
@@ -51,6 +65,8 @@ def main() -> int:
     def counted(op, *args):
         if op is ops.experts_backward:
             calls["with adapters" if args[7] & ops.LORA1 and args[7] & ops.LORA2 else "without"] += 1
+        elif op is operators.experts_coded_backward:
+            calls["on codes"] += 1
         return real(op, *args)
 
     ops.call = counted
@@ -63,7 +79,9 @@ def main() -> int:
         new = {kind: n - calls_before.get(kind, 0) for kind, n in calls.items() if n != calls_before.get(kind, 0)}
         print(f"{'LoRA' if lora else 'all weights'}: losses {ours[0]} to {ours[-1]}, apart by {apart:.1e}; backward calls {new}")
         bad += apart > 1e-4 or new != {"with adapters" if lora else "without": 10}
-    return bad
+    decoded, ours = (losses("fusedmoe", True, quantised(decoded)) for decoded in (True, False))
+    print(f"LoRA on nf4: losses {ours[0]} to {ours[-1]}, decoded {decoded[0]} to {decoded[-1]}; backward calls {calls['on codes']}")
+    return bad + (ours != decoded) + (calls["on codes"] != 10)
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ def check(model, weight, never_decoded, dtype=torch.bfloat16):
     twin, before = decoded(model, weight), {n: t.clone() for n, t in model.state_dict().items()}
     fusedmoe.apply(model)
     fusedmoe.apply(twin)
+    assert "fused" in fusedmoe.describe(model).splitlines()[0] and "12 matrices" in fusedmoe.describe(model)
     (row,) = fusedmoe.report(model)
     assert row.path == "fused" and row.dtype in ("nf4", "fp4", "int8", "int4", "fp8"), row
     never_decoded[0]()

@@ -152,6 +152,16 @@ def _lists(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str, str]]]
             yield module, names
 
 
+def weights(experts: nn.Module, names: tuple[str, str, str]) -> list[Tensor]:
+    """What the Linears of experts hold, as far as it can be read."""
+    from ..integrations.peft import look_through
+
+    of = [e._modules for e in experts._modules.values() if e is not None and type(e) is not nn.Identity]
+    inside = [getattr(m.get(name), "base_layer", None) or look_through(m.get(name))[0] for name in names for m in of]
+    found = [weight_of(m) if type(m) is not nn.Linear else m._parameters.get("weight") for m in inside if m is not None]
+    return [w for w in found if w is not None]
+
+
 def plain_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of a model's weights that are not quantised."""
     config = getattr(model, "config", None)

@@ -4,6 +4,7 @@
 import json
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -80,14 +81,25 @@ def watch(model: nn.Module) -> None:
             _watch(module)
 
 
+def _held(w: Tensor) -> int:
+    return w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
+
+
+def _kind(w: Tensor) -> str:
+    return w.format.name if isinstance(w, QuantTensor) else str(w.dtype).removeprefix("torch.")
+
+
 def _words(module: nn.Module) -> list[str]:
     """What the stacks of a module are."""
-    found = []
-    for name, w in _stacks(module):
-        n = w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
-        kind = w.format.name if isinstance(w, QuantTensor) else str(w.dtype).removeprefix("torch.")
-        found.append(f"{name} {kind} {list(w.shape)} {n / 2**20:.1f} MiB")
-    return found
+    return [f"{name} {_kind(w)} {list(w.shape)} {_held(w) / 2**20:.1f} MiB" for name, w in _stacks(module)]
+
+
+def _runs_a_list(model: nn.Module, name: str) -> bool:
+    """Whether the block of experts in a list is one of ours, and can read them."""
+    from ..integrations.seams import seam_of  # which imports this package
+
+    block = model.get_submodule(name.rpartition(".")[0])
+    return seam_of(block) is not None and layers.list_weights(block) is not None
 
 
 def _extra_repr(module: nn.Module) -> str:
@@ -271,12 +283,17 @@ def describe(model: Any, *args: Any, **kwargs: Any) -> str:
         return ops.describe(model, *args, **kwargs)
     lines, held, plain = [], 0, 0
     for name, module in model.named_modules():
-        stacks = list(_stacks(module))
-        if not stacks or not hasattr(module, "_apply_gate"):
-            continue
-        for _, w in stacks:
-            held += w.nbytes_held() if isinstance(w, QuantTensor) else w.numel() * w.element_size()
-            plain += w.numel() * w.element_size()
-        lines.append(f"{name} ({type(module).__name__}): {', '.join(_words(module))}; {layers.look_at(module).path}")
+        stacks = [w for _, w in _stacks(module)] if hasattr(module, "_apply_gate") else []
+        names = layers.list_names(module) if isinstance(module, nn.ModuleList) else None
+        if stacks:
+            lines.append(f"{name} ({type(module).__name__}): {', '.join(_words(module))}; {layers.look_at(module).path}")
+        elif names:  # a Linear each
+            stacks = linears.weights(module, names)
+            kinds = Counter(_kind(w) for w in stacks)
+            n = sum(_held(w) for w in stacks)
+            path = "fused" if _runs_a_list(model, name) else "own"
+            what = ", ".join(f"{k} matrices {kind}" for kind, k in kinds.items())
+            lines.append(f"{name} (ModuleList): {what} {n / 2**20:.1f} MiB; {path}")
+        held, plain = held + sum(_held(w) for w in stacks), plain + sum(w.numel() * w.element_size() for w in stacks)
     lines.append(f"{len(lines)} layers: {held / 2**20:.1f} MiB of experts, {plain / 2**20:.1f} as plain weights")
     return "\n".join(lines)

@@ -274,9 +274,9 @@ static PyMethodDef methods[] = {
      "ep_create(desc, engine, rank, ranks, experts, on_ranks, mode, chunks, capacity, timeout_ms): a layer over ranks"},
     {"ep_local", core_ep_local, METH_O, "ep_local(layer): the experts of this rank, in the order of its weights"},
     {"ep_forward", core_ep_forward, METH_VARARGS,
-     "ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2): the call that ep_backward takes"},
+     "ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2, quants): the call that ep_backward takes"},
     {"ep_backward", core_ep_backward, METH_VARARGS,
-     "ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2)"},
+     "ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2, quants)"},
     {"ep_stats", core_ep_stats, METH_O, "ep_stats(call): what it moved to and from other ranks"},
     {NULL, NULL, 0, NULL},
 };

@@ -134,19 +134,6 @@ static int draw_ids(int32_t *ids, int64_t T, int round, char hit[E])
     return n;
 }
 
-static volatile int64_t sink;
-
-static void sweep(const char *p, size_t n)
-{
-    int64_t sum[8] = {0};
-    const int64_t *v = (const int64_t *)(const void *)p;
-    for (size_t i = 0; i < n / 64; i++) {
-        __builtin_prefetch(p + 64 * i + 2048, 0, 3);
-        for (int j = 0; j < 8; j++) sum[j] ^= v[8 * i + (size_t)j];
-    }
-    for (int j = 0; j < 8; j++) sink ^= sum[j];
-}
-
 /* Seconds of a plain sweep over as many codes of other experts. */
 static double sweep_seconds(const layer *l, const char hit[E], int threads)
 {
@@ -155,9 +142,8 @@ static double sweep_seconds(const layer *l, const char hit[E], int threads)
         for (int w = 0; w < 2 && hit[e]; w++) {
             const char *at = (const char *)l->codes[w].t.data + (size_t)((e + E / 2) % E) * l->expert[w];
             const double begin = now();
-            if (cpu_time) sweep(at, l->expert[w]);
-            total +=
-                cpu_time ? now() - begin : (double)l->expert[w] / 1e9 / fmoe_cpu_read_gbytes(at, l->expert[w], threads);
+            const double gbytes = fmoe_cpu_read_gbytes(at, l->expert[w], threads);
+            total += cpu_time ? now() - begin : (double)l->expert[w] / 1e9 / gbytes;
         }
     return total;
 }

@@ -9,7 +9,7 @@ One layer of experts, frozen, forward and backward with adapters: ms of a step a
 Formats come in turns, a block of steps each; the median of the blocks. Codes are random: what they stand for takes no part in the time.
 
 --whole: Qwen3-30B-A3B with random weights made on the card, experts quantised (or bf16), adapters by PEFT on experts and attention,
-AdamW, checkpointing; then it generates --new tokens. --limit: the process may take so many GB. A line of JSON.
+AdamW, checkpointing; then it generates --new tokens. --limit: the process may take so many GiB. A line of JSON.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def whole(o: argparse.Namespace) -> None:
     import fusedmoe
 
     if o.limit:
-        torch.cuda.set_per_process_memory_fraction(o.limit * 1e9 / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(o.limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=o.layers,
@@ -76,7 +76,7 @@ def whole(o: argparse.Namespace) -> None:
                 made = made if p.dim() == 1 else made.normal_(0, 0.02)
             module._parameters[name] = torch.nn.Parameter(made, requires_grad=False)
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config, device="cuda")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).cuda()
     fusedmoe.apply(model)
     attention, experts = ["q_proj", "k_proj", "v_proj", "o_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = peft.LoraConfig(r=o.rank, lora_alpha=2 * o.rank, target_modules=attention, target_parameters=experts)
@@ -107,7 +107,7 @@ def whole(o: argparse.Namespace) -> None:
         begin = time.perf_counter()
         told = model.generate(input_ids=ids[:, :16], max_new_tokens=o.new, min_new_tokens=o.new, do_sample=False)
         torch.cuda.synchronize()
-    print(json.dumps({"experts": o.whole, "T": ids.shape[1], "rank": o.rank, "f32 adapters": bool(o.f32), "limit GB": o.limit,
+    print(json.dumps({"experts": o.whole, "T": ids.shape[1], "rank": o.rank, "f32 adapters": bool(o.f32), "limit GiB": o.limit,
                       "ms": round(1e3 * statistics.median(times[2:]), 1), "GiB": round(peak, 2), "weights GiB": round(weights, 2),
                       "losses": losses[:3] + losses[-1:], "ms a new token": round(1e3 * (time.perf_counter() - begin) / o.new, 1),
                       "tokens": told[0, 16:24].tolist(), "peft": peft.__version__}), flush=True)  # fmt: skip

@@ -69,9 +69,6 @@ def _ready(w: Sequence[Tensor], scales: list[float], x: Tensor, flags: int) -> t
     return [*w[:n], *[_factor(t, wide if t.dtype == wide else dtype, unit) for t in w[n:]]], [scales]
 
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
-
-
 _Layer = tuple[int, int, float, float]  # act, flags, alpha, limit
 
 
@@ -92,8 +89,7 @@ class _Experts(torch.autograd.Function):
         _no_second_derivative()
         x, ids, p, saved, *w = ctx.saved_tensors
         need, (layer, scales) = ctx.needs_input_grad, ctx.layer
-        # No second backward will ask for what was saved, unless it is a CUDA graph's that is replayed.
-        if not (is_compiling() or _keeps_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing())):
+        if ops.saved_is_ours(x):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = sum({bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes})

@@ -339,6 +339,14 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: _Many, act: int, flags: int, a
     yield plan, _form(act, flags), x.shape[0], x, ids, p, w, out, None, *(scales or _NO_SCALES)
 
 
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)  # retain_graph=True
+
+
+def saved_is_ours(x: Tensor) -> bool:
+    """In a backward: no second one will ask for what was saved, so it may be written over. A CUDA graph's backward is replayed."""
+    return not (torch.compiler.is_compiling() or _keeps_graph() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
 def experts_saved(dtype: torch.dtype, device: torch.device, sizes: tuple[int, ...], k: int, *layer: Any) -> tuple[int, int]:
     """c0, c1: experts_forward saves c0 + c1 * T bytes. An argument of it, so that a graph which torch.compile keeps on disk
     is not used with a library that saves something else. sizes: layer_sizes(...); layer: act, flags, alpha, limit."""

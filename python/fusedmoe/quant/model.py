@@ -108,7 +108,7 @@ def _extra_repr(module: nn.Module) -> str:
 
 
 def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
-    """Turn the stacked experts of a model on the CPU into quantised ones, one stack after another, and run them on fusedmoe.
+    """Turn the stacked experts of a model on the CPU or CUDA into quantised ones, one stack after another, and run them on fusedmoe.
 
     format: "nf4", "fp4" (bitsandbytes' bytes), "fp8" (blocks of 128 x 128), "mxfp4", "int8" (a scale a row), "int4" (groups of 128).
     They are frozen: train adapters. Returns the model. ``dequantize`` undoes it, up to the rounding.

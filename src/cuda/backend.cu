@@ -236,7 +236,7 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     }
     if (p->d.flags & FMOE_QUANT) {
         const int64_t each = p->h_cols * p->d.H * (p->d.dtype == FMOE_F32 ? 4 : 2),
-                      some = fmoe_max(fmoe_min(p->d.E, plan->ring / 2 / fmoe_max(each, 1)), 1);
+                      some = fmoe_max(fmoe_min(p->d.E, plan->ring / fmoe_max(each, 1)), 1);
         used += snprintf(line + used, sizeof line - (size_t)used,
                          "quantised weights: the experts that have rows are decoded into a ring in the workspace ahead "
                          "of each product, %lld of W1 at a time\n",

@@ -235,9 +235,10 @@ static void rows_some(Layer &l, Product product, const Rows &x, bool gathered, c
 static void rows_product(Layer &l, Product product, const Rows &x, bool gathered, const Weight &w, bool rows_k,
                          const Bias &b, const Lora &lora, const Rows &out)
 {
-    by_chunks(l, w, b, lora, [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
-        rows_some(some, product, x, gathered, v, rows_k, bias, adapter, out);
-    });
+    by_chunks(l, w, b, lora, fmoe_ceil_div(out.cols, 256),
+              [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
+                  rows_some(some, product, x, gathered, v, rows_k, bias, adapter, out);
+              });
 }
 
 void up_rows(Layer &l, const Rows &x, const Weight &w1, const Bias &b1, const Lora &lora, const Rows &h)
@@ -369,9 +370,10 @@ static void up_some(Layer &l, const void *x, int64_t ldx, const Weight &w1, cons
 void up_fused(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,
               void *a_out)
 {
-    by_chunks(l, w1, b1, lora, [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
-        up_some(some, x, ldx, v, bias, adapter, h, a_out);
-    });
+    by_chunks(l, w1, b1, lora, fmoe_ceil_div(l.I, 128),
+              [&](Layer &some, const Weight &v, const Bias &bias, const Lora &adapter) {
+                  up_some(some, x, ldx, v, bias, adapter, h, a_out);
+              });
 }
 
 bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lora &lora)
@@ -418,9 +420,10 @@ int dh_fused(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const Lo
              void *pa, float *dp)
 {
     int parts = 0;
-    by_chunks(l, w2, Bias{}, lora, [&](Layer &some, const Weight &v, const Bias &, const Lora &adapter) {
-        parts = dh_some(some, dout, ldd, v, adapter, h, dh, pa, dp);
-    });
+    by_chunks(l, w2, Bias{}, lora, fmoe_ceil_div(l.I, fmoe_cuda_dh_tile(l.I)),
+              [&](Layer &some, const Weight &v, const Bias &, const Lora &adapter) {
+                  parts = dh_some(some, dout, ldd, v, adapter, h, dh, pa, dp);
+              });
     return parts;
 }
 

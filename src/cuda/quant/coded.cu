@@ -88,19 +88,15 @@ static void coded_part(Coded *c, int i, const Layer &l, const fmoe_tensor *codes
     c->parts = i + 1;
 }
 
-// ---- The ring: two halves, of which one is written while the other is multiplied ----
+// ---- The ring ----
 
-static int64_t size_of(const Layer &l) { return l.dtype == FMOE_F32 ? 4 : 2; }
-
-// As many experts as half of it has room for, one at least; where that is more than half, or all experts, the second
-// half is the first. Returns the bytes of both.
+// As many experts as it has room for, one at least. Returns the bytes of all of them. (Two halves, of which one is
+// decoded into under the tail of the product that reads the other, take longer: docs/notes/hopper.md.)
 static int64_t share(Coded *c, const Layer &l, int64_t elements)
 {
-    c->each = elements * size_of(l);
-    c->chunk = fmoe_max(fmoe_min(l.E, l.plan->ring / 2 / fmoe_max(c->each, 1)), 1);
-    const int64_t bytes = c->chunk * c->each, other = fmoe_ceil_div(bytes, 4096) * 4096;
-    c->other = c->chunk < l.E && c->each <= l.plan->ring / 2 ? other : 0;
-    return c->other + bytes;
+    c->each = elements * (l.dtype == FMOE_F32 ? 4 : 2);
+    c->chunk = fmoe_max(fmoe_min(l.E, l.plan->ring / fmoe_max(c->each, 1)), 1);
+    return c->chunk * c->each;
 }
 
 Quant quant_carve(fmoe_carve *c, const Layer &l, const fmoe_desc &d)

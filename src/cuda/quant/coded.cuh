@@ -42,7 +42,6 @@ struct DequantArgs {
     int64_t out_g;  // elements from one expert to the next
     const int *cnt; // [n] rows of each, or NULL: all are decoded
     int first, n;
-    bool early; // nothing that the launch before touches is touched, and `out` is free since that one began
 };
 void dequantise(int dtype, const DequantArgs &a, Stream &s);
 
@@ -54,8 +53,7 @@ struct Coded {
     int parts;
     void *ring;
     int64_t each;  // bytes of an expert, decoded
-    int64_t chunk; // experts of half a ring
-    int64_t other; // bytes into the ring of every second chunk
+    int64_t chunk; // experts that the ring has room for
 };
 
 static inline const Coded *coded(const Coded &c) { return c.parts ? &c : nullptr; }

@@ -7,7 +7,7 @@
 // four of them in flight; else a lane has one code, of any group and alignment.
 #include "values.cuh"
 
-static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 4; // rows of a warp
+static constexpr int THREADS = 256, WARPS = THREADS / 32, ROWS = 2; // rows of a warp
 static constexpr int FLIGHT = 4;
 
 // The scales of one row of an expert.
@@ -82,12 +82,17 @@ struct Eight8 {
     }
 };
 
-template <class T, class Code>
+// PLAIN: no zeros, no second scale; KIND: of the scales, or -1, any.
+template <class T, class Code, int KIND, bool PLAIN>
 DEV void row_by_eights(const CodedMatrix &m, const CodedRow &row, const float *table, T *out)
 {
     typedef typename Code::Word Word;
     const int units = m.K / 8, lane = threadIdx.x % 32, group = m.group_cols / 8;
-    const Word *codes = (const Word *)row.codes;
+    const int shift = !group ? 31 : group & (group - 1) ? -1 : 31 - __clz(group);
+    const Word *const codes = (const Word *)row.codes;
+    const ScaleKind kind = KIND < 0 ? row.scale.kind : (ScaleKind)KIND;
+    const int size = kind == SCALE_F32 ? 4 : kind == SCALE_BF16 || kind == SCALE_F16 ? 2 : 1;
+    const char *const scale = (const char *)row.scale.p + row.scale.at * size;
     for (int u0 = lane; u0 < units; u0 += 32 * FLIGHT) {
         Word w[FLIGHT];
         float s[FLIGHT], z[FLIGHT];
@@ -95,10 +100,10 @@ DEV void row_by_eights(const CodedMatrix &m, const CodedRow &row, const float *t
         for (int i = 0; i < FLIGHT; i++) {
             const int u = u0 + 32 * i;
             if (u >= units) break;
-            const int col = group ? u / group : 0;
-            w[i] = codes[u];
-            s[i] = row.scale[col];
-            z[i] = row.has_zeros ? row.zeros[col] : 0.f;
+            const int col = shift >= 0 ? u >> shift : u / group;
+            w[i] = __ldcs(codes + u); // read once: the ring has the cache
+            s[i] = scale_value(scale, kind, col * row.scale.c);
+            if (!PLAIN) z[i] = row.has_zeros ? row.zeros[col] : 0.f;
         }
 #pragma unroll
         for (int i = 0; i < FLIGHT; i++) {
@@ -107,10 +112,21 @@ DEV void row_by_eights(const CodedMatrix &m, const CodedRow &row, const float *t
             float v[8];
             Code::values(m, table, w[i], v);
 #pragma unroll
-            for (int j = 0; j < 8; j++) v[j] = row.weight(row.has_zeros ? v[j] - z[i] : v[j], s[i]);
-            store8(out + (size_t)u * 8, v);
+            for (int j = 0; j < 8; j++) {
+                if (!PLAIN && row.has_zeros) v[j] = v[j] - z[i];
+                v[j] = PLAIN ? __fmul_rn(v[j], s[i]) : row.weight(v[j], s[i]);
+            }
+            store8(out + u * 8, v);
         }
     }
+}
+
+template <class T, class Code> DEV void row_of(const CodedMatrix &m, const CodedRow &row, const float *table, T *out)
+{
+    const bool plain = !row.has_zeros && !row.has_scale2;
+    if (plain && m.scale.kind == SCALE_F32) row_by_eights<T, Code, SCALE_F32, true>(m, row, table, out);
+    else if (plain && m.scale.kind == SCALE_E8M0) row_by_eights<T, Code, SCALE_E8M0, true>(m, row, table, out);
+    else row_by_eights<T, Code, -1, false>(m, row, table, out);
 }
 
 template <class T> DEV void row_by_one(const CodedMatrix &m, const CodedRow &row, const float *table, T *out)
@@ -130,7 +146,7 @@ template <class T> DEV void row_by_one(const CodedMatrix &m, const CodedRow &row
 template <class T> __global__ void __launch_bounds__(THREADS) dequant_kernel(const __grid_constant__ DequantArgs a)
 {
     __shared__ float table[16];
-    if (!a.early) depend_wait();
+    depend_wait();
     depend_launch();
     if (threadIdx.x < 16) table[threadIdx.x] = a.m.table[threadIdx.x];
     __syncthreads();
@@ -142,10 +158,9 @@ template <class T> __global__ void __launch_bounds__(THREADS) dequant_kernel(con
             const CodedRow r(a.m, a.first + e, row);
             T *const out = (T *)a.out + e * a.out_g + (int64_t)row * a.m.K;
             if (!a.m.vectors) row_by_one<T>(a.m, r, table, out);
-            else if (a.m.code >= FMOE_CODE_E2M1) row_by_eights<T, Eight4>(a.m, r, table, out);
-            else row_by_eights<T, Eight8>(a.m, r, table, out);
+            else if (a.m.code >= FMOE_CODE_E2M1) row_of<T, Eight4>(a.m, r, table, out);
+            else row_of<T, Eight8>(a.m, r, table, out);
         }
-    if (a.early) depend_wait(); // so that who waits for this launch has waited for the one before it
 }
 
 void dequantise(int dtype, const DequantArgs &a, Stream &s)

@@ -114,7 +114,7 @@ static Backward carve_backward(fmoe_carve *c, const Layer &l, const fmoe_desc &d
     if (flags & FMOE_RECOMPUTE) b.h = b.dh = take_rows(c, l, l.HC);
     else if (!(flags & FMOE_REUSE_SAVED)) b.dh = take_rows(c, l, l.HC);
     if (!borrows(l, d)) b.dxr = b.pa = b.da = take_rows(c, l, fmoe_max(l.H, l.I));
-    b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 127) / 128), 4);
+    b.dp = (float *)fmoe_carve_take(c, l.rows * ((l.I + 63) / 64), 4); // of Hopper's tiles half of it
     if (flags & FMOE_RECOMPUTE) b.l1 = take_lora(c, l, d.rank1);
     b.l2 = take_lora(c, l, d.rank2);
     b.m1 = take_lora(c, l, d.rank1);

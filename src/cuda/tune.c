@@ -32,7 +32,7 @@ fmoe_cuda_path fmoe_cuda_choose_path(const fmoe_cuda_shape *s, const char **why)
 
 int fmoe_cuda_stages(size_t shared)
 {
-    const size_t stage = (128 + 256) * 64 * 2, extra = 2816; /* sm80/product.cuh */
+    const size_t stage = (128 + 256) * 64 * 2, extra = 768; /* sm80/product.cuh */
     for (int n = 4; n >= 2; n--)
         if ((size_t)n * stage + extra <= shared) return n;
     return 0;

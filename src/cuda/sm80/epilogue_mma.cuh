@@ -83,6 +83,18 @@ template <class T> DEV void store_rows(char *row, int n, int N, const float (&f)
     }
 }
 
+// The next fragment of rows comes to acc[0]: what is long goes through them in a loop, as unrolled it would be more
+// than the instruction cache has.
+DEV void mma_next(float (&acc)[4][8][4])
+{
+#pragma unroll
+    for (int i = 0; i < 3; i++)
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int q = 0; q < 4; q++) acc[i][j][q] = acc[i + 1][j][q];
+}
+
 template <class C>
 DEV void epilogue_store(const MmaArgs &p, const MmaTile &t, int wm, int wn, int lane, float (&acc)[4][8][4])
 {
@@ -123,8 +135,8 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
     // Of a fused forward with pairs N counts both.
     const int features = PAIRS ? p.N / 2 : p.N, columns = C::GLU ? 2 * p.N : p.N;
     const char *const h = (const char *)p.h;
-#pragma unroll
-    for (int i = 0; i < 4; i++)
+#pragma unroll 1
+    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i++, mma_next(acc))
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int m = mma_row(i, wm, lane) + 8 * half;
@@ -137,7 +149,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t g[4], u[4], v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float(&x)[4] = acc[0][2 * j], (&y)[4] = acc[0][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], y[o]),
                                     fast_value<KIND, true>(p.act, x[o + 1], y[o + 1]));
                     g[j] = pack2<T>(x[o], x[o + 1]), u[j] = pack2<T>(y[o], y[o + 1]);
@@ -151,11 +163,11 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 if (hr && n < p.N)
                     store8<T>(hr + n * 2, g, p.N - n, p.wide), store8<T>(hr + (p.N + n) * 2, u, p.N - n, p.wide);
             } else if constexpr (PAIRS) {
-                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[i], half, lane, p.wide);
+                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
                 uint32_t v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) { // features 8 j + lane % 4, and four further
-                    const float(&x)[4] = acc[i][2 * j], (&y)[4] = acc[i][2 * j + 1];
+                    const float(&x)[4] = acc[0][2 * j], (&y)[4] = acc[0][2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], x[o + 1]),
                                     fast_value<KIND, true>(p.act, y[o], y[o + 1]));
                 }
@@ -165,104 +177,113 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 const int n = t.n0 / 2 + 32 * wn + lane % 4 * 8;
                 if (a && n < features) store8<T>(a + n * 2, w, features - n, p.wide);
             } else {
-                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[i], half, lane, p.wide);
+                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
 #pragma unroll
                 for (int j = 0; j < 8; j++)
 #pragma unroll
                     for (int q = 0; q < 2; q++)
-                        acc[i][j][o + q] = fast_value<KIND, GATED>(p.act, acc[i][j][o + q], 1.f);
-                store_rows<T>(a, t.n0 + 64 * wn, p.N, acc[i], half, lane, p.wide);
+                        acc[0][j][o + q] = fast_value<KIND, GATED>(p.act, acc[0][j][o + q], 1.f);
+                store_rows<T>(a, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
             }
         }
 }
 
-// The backward of the activation, from da in f32 and h. dh may lie where h is: a lane reads what it writes before.
-template <class C, int KIND>
-DEV void epilogue_dglu(const MmaArgs &p, const MmaTile &t, int wm, int wn, int lane, float (&acc)[4][8][4],
-                       float *parts)
+// The backward of the activation, from da in f32 and h. dh may lie where h is: a lane reads what it writes before, and
+// half a fragment ahead of its use.
+template <class T, bool PAIRS> struct MmaH {
+    const T *h; // of a lane's first row and columns
+    int64_t pitch, second;
+    int rows, cols; // from there
+    bool gated;
+    DEV void load(int r, uint4 (&g)[2], uint4 (&u)[2]) const // row r from there
+    {
+        const uint32_t ones = pack2<T>(1.f, 1.f);
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            const bool there = r < rows && 32 * c < cols;
+            const T *const q = h + r * pitch + 32 * c * (PAIRS ? 2 : 1);
+            g[c] = there ? *(const uint4 *)q : uint4{0, 0, 0, 0};
+            u[c] = there && gated ? *(const uint4 *)(q + second) : uint4{ones, ones, ones, ones};
+        }
+    }
+};
+
+template <class C, int KIND, bool PAIRS>
+DEV void epilogue_dglu(const MmaArgs &p, const MmaTile &t, int wm, int wn, int lane, float (&acc)[4][8][4])
 {
     typedef typename C::T T;
-    __syncthreads(); // `parts` of the tile before were read
-    const bool gated = p.gated, pairs = p.pairs;
-    const int64_t pitch = gated ? 2 * (int64_t)p.N : p.N, second = pairs ? 8 : p.N, stride = pairs ? 2 : 1;
-    const uint32_t ones = pack2<T>(1.f, 1.f);
-    const int n = t.n0 + 64 * wn + lane % 4 * 8;
-    const T *const h = (const T *)p.h_in;
-    T *const dh = (T *)p.dh;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
+    const int64_t pitch = p.gated ? 2 * (int64_t)p.N : p.N, second = PAIRS ? 8 : p.N;
+    const int n = t.n0 + 64 * wn + lane % 4 * 8, first = mma_row(0, wm, lane);
+    const int64_t at = (t.row0 + first) * pitch + n * (PAIRS ? 2 : 1);
+    const MmaH<T, PAIRS> h = {(const T *)p.h_in + at, pitch, second, t.m - first, p.N - n, p.gated != 0};
+    T *const dh = (T *)p.dh + at;
+    char *const pa = (char *)p.d[0].p + (t.row0 + first) * p.d[0].pitch + n * 2;
+    const float *const prob = p.prob + t.row0 + first;
+    float *const dp = p.dp + (t.n0 / 64 + wn) * p.dp_pitch + t.row0 + first;
+    uint4 g4[2][2], u4[2][2];
+    h.load(0, g4[0], u4[0]);
+#pragma unroll 1
+    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i++, mma_next(acc)) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int m = mma_row(i, wm, lane) + 8 * half;
-            const float prob = m < t.m ? __ldg(p.prob + t.row0 + m) : 0.f;
-            uint4 g4[2], u4[2];
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                g4[c] = uint4{0, 0, 0, 0}, u4[c] = uint4{ones, ones, ones, ones};
-                if (m >= t.m || n + 32 * c >= p.N) continue;
-                const T *q = h + (t.row0 + m) * pitch + (n + 32 * c) * stride;
-                g4[c] = *(const uint4 *)q;
-                if (gated) u4[c] = *(const uint4 *)(q + second);
-            }
+            const int r = 32 * i + 8 * half;
+            h.load(half ? r + 24 : r + 8, g4[half ^ 1], u4[half ^ 1]);
+            const float weight = r < h.rows ? __ldg(prob + r) : 0.f;
             float dot = 0;
 #pragma unroll
             for (int c = 0; c < 2; c++) {
                 uint32_t x[4], y[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    x[j] = __float_as_uint(acc[i][4 * c + j][2 * half]),
-                    y[j] = __float_as_uint(acc[i][4 * c + j][2 * half + 1]);
+                    x[j] = __float_as_uint(acc[0][4 * c + j][2 * half]),
+                    y[j] = __float_as_uint(acc[0][4 * c + j][2 * half + 1]);
                 transpose4(x, lane);
                 transpose4(y, lane);
-                const uint32_t *gp = &g4[c].x, *up = &u4[c].x;
+                const uint32_t *gp = &g4[half][c].x, *up = &u4[half][c].x;
                 uint32_t og[4], ou[4], oa[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    float2 g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
-                    if (pairs) { // features 2 j and 2 j + 1 are words 2 j and 2 j + 1 of eight
+                    float2 g, u;
+                    if (PAIRS) { // features 2 j and 2 j + 1 are words 2 j and 2 j + 1 of eight
                         const float2 v = unpack2<T>(j < 2 ? gp[2 * j % 4] : up[2 * j % 4]),
                                      w = unpack2<T>(j < 2 ? gp[2 * j % 4 + 1] : up[2 * j % 4 + 1]);
                         g = {v.x, w.x}, u = {v.y, w.y};
-                    }
-                    const Slopes v = slopes<KIND>(p.act, __uint_as_float(x[j]), prob, g.x, u.x),
-                                 w = slopes<KIND>(p.act, __uint_as_float(y[j]), prob, g.y, u.y);
-                    if (n + 32 * c < p.N) dot += v.dp + w.dp;
+                    } else g = unpack2<T>(gp[j]), u = unpack2<T>(up[j]);
+                    const Slopes v = slopes<KIND>(p.act, __uint_as_float(x[j]), weight, g.x, u.x),
+                                 w = slopes<KIND>(p.act, __uint_as_float(y[j]), weight, g.y, u.y);
+                    if (32 * c < h.cols) dot += v.dp + w.dp;
                     oa[j] = pack2<T>(v.pa, w.pa);
-                    og[j] = pairs ? pack2<T>(v.gate, v.up) : pack2<T>(v.gate, w.gate);
-                    ou[j] = pairs ? pack2<T>(w.gate, w.up) : pack2<T>(v.up, w.up);
+                    og[j] = PAIRS ? pack2<T>(v.gate, v.up) : pack2<T>(v.gate, w.gate);
+                    ou[j] = PAIRS ? pack2<T>(w.gate, w.up) : pack2<T>(v.up, w.up);
                 }
-                if (m >= t.m || n + 32 * c >= p.N) continue;
-                store_global16((char *)p.d[0].p + (t.row0 + m) * p.d[0].pitch + (n + 32 * c) * 2,
-                               uint4{oa[0], oa[1], oa[2], oa[3]});
-                T *const q = dh + (t.row0 + m) * pitch + (n + 32 * c) * stride;
-                if (pairs) {
+                if (r >= h.rows || 32 * c >= h.cols) continue;
+                store_global16(pa + r * p.d[0].pitch + 64 * c, uint4{oa[0], oa[1], oa[2], oa[3]});
+                T *const q = dh + r * pitch + 32 * c * (PAIRS ? 2 : 1);
+                if (PAIRS) {
                     store_global16(q, uint4{og[0], ou[0], og[1], ou[1]});
                     store_global16(q + 8, uint4{og[2], ou[2], og[3], ou[3]});
                 } else {
                     store_global16(q, uint4{og[0], og[1], og[2], og[3]});
-                    if (gated) store_global16(q + second, uint4{ou[0], ou[1], ou[2], ou[3]});
+                    if (h.gated) store_global16(q + second, uint4{ou[0], ou[1], ou[2], ou[3]});
                 }
             }
             dot += __shfl_xor_sync(~0u, dot, 1);
             dot += __shfl_xor_sync(~0u, dot, 2);
-            if (lane % 4 == 0) parts[wn * MMA_BM + m] = dot;
+            if (lane % 4 == 0 && r < h.rows) dp[r] = dot;
         }
     }
-    __syncthreads();
-    const int m = threadIdx.x;
-    if (m < t.m)
-        p.dp[t.n0 / MMA_BN * p.dp_pitch + t.row0 + m] =
-            (parts[m] + parts[MMA_BM + m]) + (parts[2 * MMA_BM + m] + parts[3 * MMA_BM + m]);
 }
 
 template <class C>
-DEV void mma_epilogue(const MmaArgs &p, const MmaTile &t, int wm, int wn, int lane, bool live, float (&acc)[4][8][4],
-                      float *parts)
+DEV void mma_epilogue(const MmaArgs &p, const MmaTile &t, int wm, int wn, int lane, bool live, float (&acc)[4][8][4])
 {
+    if (!live || (C::WGRAD && p.add && t.rows == 0)) return; // adding nothing
     if constexpr (C::EPI == MMA_DGLU) {
-        with_kind(p.act, [&](auto kind) { epilogue_dglu<C, kind.value>(p, t, wm, wn, lane, acc, parts); });
+        with_kind(p.act, [&](auto kind) {
+            if (p.pairs) epilogue_dglu<C, kind.value, true>(p, t, wm, wn, lane, acc);
+            else epilogue_dglu<C, kind.value, false>(p, t, wm, wn, lane, acc);
+        });
     } else {
-        if (!live || (C::WGRAD && p.add && t.rows == 0)) return; // adding nothing
         if (p.bias) mma_bias<C>(p, t, wn, lane, acc);
         if constexpr (C::EPI == MMA_STORE) epilogue_store<C>(p, t, wm, wn, lane, acc);
         else with_kind(p.act, [&](auto kind) { epilogue_act<C, kind.value>(p, t, wm, wn, lane, acc); });

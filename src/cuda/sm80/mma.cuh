@@ -33,17 +33,19 @@ DEV void cp_async_arrive(uint32_t bar)
 DEV bool bar_test(uint32_t bar, uint32_t parity)
 {
     uint32_t done;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+#else
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
                  : "r"(bar), "r"(parity)
                  : "memory");
+#endif
     return done;
 }
-DEV void bar_wait(uint32_t bar, uint32_t parity)
-{
-    while (!bar_test(bar, parity)) {}
-}
-
 template <bool TRANS> DEV void ldmatrix4(uint32_t p, uint32_t (&r)[4])
 {
     if (TRANS)

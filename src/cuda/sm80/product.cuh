@@ -6,7 +6,7 @@
 // A tile: 128 rows x 256 columns of the result, 8 warps of 64 x 64, steps of 64 in the contraction.
 static constexpr int MMA_BM = 128, MMA_BN = 256, MMA_BK = 64, MMA_THREADS = 256;
 static constexpr int MMA_STAGE = (MMA_BM + MMA_BN) * MMA_BK * 2; // bytes of shared memory
-static constexpr int MMA_EXTRA = 2816;                           // and what is beside the stages
+static constexpr int MMA_EXTRA = 768;                            // and what is beside the stages
 
 // One matrix an expert, its longer stride `pitch`; bytes. A list: at list[e].p.
 struct MmaMatrix {
@@ -45,7 +45,7 @@ struct MmaArgs {
     const float *prob;
     const void *h_in; // fused backward; d is p*a
     void *dh;
-    float *dp; // [column tiles][dp_pitch]
+    float *dp; // [64 columns each][dp_pitch]
     int64_t dp_pitch;
     int gated, pairs; // h and dh have gate and up; as neighbours
     int stages;       // set by the launch

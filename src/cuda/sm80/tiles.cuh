@@ -33,7 +33,6 @@ struct MmaShared {
     MmaTile tile[MMA_TILES];
     int64_t base[8];
     int u[8], e0[8];
-    float dp[4][MMA_BM]; // parts of dp, a row for each column of warps
 };
 static_assert(sizeof(MmaShared) <= MMA_EXTRA, "see product.cuh");
 
@@ -103,12 +102,15 @@ template <class C> DEV void mma_find(const MmaArgs &p, MmaShared &s, int slot, i
 
 DEV const char *mma_matrix(const MmaMatrix &w, int e) { return w.list ? (const char *)w.list[e].p : w.p + e * w.g; }
 
-// 16 bytes, or zeros.
-DEV void mma_copy(uint32_t dst, const char *src, bool there)
+// 16 bytes. Not ALL: nothing where outside the tile, zeros past the contraction.
+template <bool ALL> DEV void mma_copy(uint32_t dst, const char *src, bool inside, bool there)
 {
-    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}" ::"r"(dst),
-                 "l"(src), "r"((int)there)
-                 : "memory");
+    if (ALL) asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+    else if (inside)
+        asm volatile(
+            "{\n.reg .pred p;\nsetp.eq.u32 p, %2, 0;\ncp.async.cg.shared.global [%0], [%1], 16, p;\n}" ::"r"(dst),
+            "l"(src), "r"((int)there)
+            : "memory");
 }
 
 // Copies the steps of all tiles into the stages, four pieces a step: a quarter of A and a quarter of B each. What is
@@ -117,23 +119,27 @@ DEV void mma_copy(uint32_t dst, const char *src, bool there)
 template <class C> struct MmaLoader {
     const char *a[C::WGRAD ? 2 : 4], *b, *b1; // weight gradients: of the step's two lines, b and b1 too
     int step;                                 // of b, from a thread's line to its next
-    int row[2];                               // weight gradients: of the next step's lines, on the gathered side
+    int row[C::WGRAD ? 2 : 4];                // tokens: of the next tile's lines; weight gradients: of the next step's
     uint32_t dst, stage, phase;
     int left; // of the contraction's part; 0 or less: the next part or tile begins
     int cols; // i or blocks of B that are inside
     int tile, part;
-    bool live;
-    DEV MmaLoader(uint32_t base) : stage(0), phase(0), left(0), tile(0), part(0), live(true)
+    bool live, whole; // whether there is a tile; whether all its columns are inside
+    DEV MmaLoader(const MmaArgs &p, const MmaShared &s, uint32_t base)
+        : stage(0), phase(0), left(0), tile(0), part(0), live(true), whole(false)
     {
         const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
         dst = base + line * 128 + ((chunk ^ (line & 7)) << 4);
+        if (!C::WGRAD) tokens(p, s.tile[0]);
     }
-    DEV void lines(const MmaArgs &p, const MmaTile &t) // weight gradients: tokens of the next step's lines
+    // A tile without rows looks at one, as the list has some after its end. Weight gradients past the last step: as
+    // well.
+    DEV void tokens(const MmaArgs &p, const MmaTile &t)
     {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int r = t.row0 + max(0, min(t.rows - left + (int)threadIdx.x / 8 + 32 * i, t.rows - 1));
-            row[i] = p.tok && t.rows ? __ldg(p.tok + r) : r;
+        for (int i = 0; i < (C::WGRAD ? 2 : 4); i++) {
+            const int line = (C::WGRAD ? t.rows - left : 0) + threadIdx.x / 8 + 32 * i;
+            if (p.tok) row[i] = __ldg(p.tok + t.row0 + max(0, min(line, t.rows - 1)));
         }
     }
     DEV void begin(const MmaArgs &p, const MmaShared &s)
@@ -141,21 +147,20 @@ template <class C> struct MmaLoader {
         const MmaTile &t = s.tile[tile % MMA_TILES];
         const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
         live = t.there;
+        whole = live && t.n0 + C::COLS <= p.N && (!C::WGRAD || t.m0 + MMA_BM <= p.M);
         if (!live) return;
         const MmaPart &q = p.part[part];
         if constexpr (C::WGRAD) {
             left = t.rows;
             cols = (p.N - t.n0 - chunk * 8 + 63) / 64;
             step = (p.M - t.m0 - chunk * 8 + 63) / 64; // blocks of A
-            lines(p, t);
+            tokens(p, t);
             tile++;
         } else {
             left = q.k;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int r = t.row0 + min(line + 32 * i, t.rows - 1);
-                a[i] = q.a + (q.gather ? __ldg(p.tok + r) : r) * q.lda + chunk * 16 - (i < 2 ? 0 : 128); // see piece()
-            }
+            for (int i = 0; i < 4; i++)
+                a[i] = q.a + (q.gather ? row[i] : t.row0 + min(line + 32 * i, t.rows - 1)) * q.lda + chunk * 16;
             const int which = C::B == MMA_B_GLU_K ? line >> 3 & 1 : C::B == MMA_B_GLU_N ? chunk & 1 : 0;
             const MmaMatrix &w = q.b[which];
             const int first = C::TB ? t.n0 + (C::GLU ? chunk >> 1 : chunk) * 8
@@ -164,18 +169,23 @@ template <class C> struct MmaLoader {
             cols = (p.N - first + each - 1) / each;
             b = mma_matrix(w, t.e) + (C::TB ? line * w.pitch + first * 2 : first * w.pitch + chunk * 16);
             step = (int)((C::TB || !C::GLU ? 32 : 16) * w.pitch);
-            b -= C::TB ? 2 * (int64_t)step : 128;
-            if (++part == p.parts) part = 0, tile++;
+            if (++part == p.parts) {
+                part = 0, tile++;
+                tokens(p, s.tile[tile % MMA_TILES]); // they arrive while this one is copied
+            }
         }
     }
-    DEV void piece(const MmaArgs &p, const MmaShared &s, int q)
+    DEV int fast_steps() const { return whole ? max(0, left) / MMA_BK : 0; } // that need no test of a bound
+    DEV bool empty(const MmaShared &s) const { return bar_test(smem_u32(s.empty + stage), phase ^ 1); }
+    // Piece q of a step whose stage is empty.
+    template <bool ALL> DEV void piece(const MmaArgs &p, const MmaShared &s, int q)
     {
-        if (q == 0 && left <= 0 && live) begin(p, s);
-        if (q == 0) bar_wait(smem_u32(s.empty + stage), phase ^ 1);
+        if (!ALL && !live) return;
         const int line = threadIdx.x / 8, chunk8 = threadIdx.x % 8 * 8;
+        const uint32_t to = dst + MMA_BM * 128;
         if constexpr (C::WGRAD) {
             const MmaTile &t = s.tile[(tile + MMA_TILES - 1) % MMA_TILES];
-            if (q == 0 && live) {
+            if (q == 0) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const int r = t.row0 + max(0, min(t.rows - left + line + 32 * i, t.rows - 1));
@@ -185,34 +195,37 @@ template <class C> struct MmaLoader {
                 }
             }
             const bool there[2] = {left > line, left > line + 32};
-            if (live && (q >> 1) < step) mma_copy(dst + q * 4096, a[q & 1] + (q >> 1) * 128, there[q & 1]);
-            if (live && q < cols) mma_copy(dst + MMA_BM * 128 + 2 * q * 4096, b + q * 128, there[0]);
-            if (live && q < cols) mma_copy(dst + MMA_BM * 128 + (2 * q + 1) * 4096, b1 + q * 128, there[1]);
+            mma_copy<ALL>(dst + q * 4096, a[q & 1] + (q >> 1) * 128, (q >> 1) < step, there[q & 1]);
+            mma_copy<ALL>(to + 2 * q * 4096, b + q * 128, q < cols, there[0]);
+            mma_copy<ALL>(to + (2 * q + 1) * 4096, b1 + q * 128, q < cols, there[1]);
             if (q == 3) {
                 left -= MMA_BK;
-                if (live && left > 0) lines(p, t);
+                tokens(p, t);
             }
         } else {
-            // Pointers move well after, or before, they are used: one is free only when its copy has left the queue.
-            if (q == 0) a[2] += 128, a[3] += 128, b += C::TB ? 2 * (int64_t)step : 128;
             const bool there = left > chunk8;
-            if (live) mma_copy(dst + q * 4096, a[q], there);
-            if (q == 2) a[0] += 128, a[1] += 128;
+            mma_copy<ALL>(dst + q * 4096, a[q], true, there);
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int i = 2 * q + j;
-                const uint32_t at = dst + MMA_BM * 128 + i * 4096;
-                if constexpr (!C::TB) {
-                    if (live && i < cols) mma_copy(at, b + (int64_t)i * step, there);
-                } else if (live && q < cols)
-                    mma_copy(at, b + (int64_t)j * step + q * (C::GLU ? 64 : 128), left > line + 32 * j);
+                if constexpr (!C::TB) mma_copy<ALL>(to + i * 4096, b + (int64_t)i * step, i < cols, there);
+                else
+                    mma_copy<ALL>(to + i * 4096, b + (int64_t)j * step + q * (C::GLU ? 64 : 128),
+                                  q<cols, left> line + 32 * j);
             }
             if (q == 3) left -= MMA_BK;
         }
-        if (q == 3 && live) {
-            cp_async_arrive(smem_u32(s.full + stage));
-            dst += MMA_STAGE;
-            if (++stage == (uint32_t)p.stages) stage = 0, phase ^= 1, dst -= p.stages * MMA_STAGE;
+    }
+    // After the last piece, well behind it: an address is free only when its copy has left the queue.
+    template <bool ALL> DEV void advance(const MmaArgs &p)
+    {
+        if (!ALL && !live) return;
+        if constexpr (!C::WGRAD) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] += 128;
+            b += C::TB ? 2 * (int64_t)step : 128;
         }
+        dst += MMA_STAGE;
+        if (++stage == (uint32_t)p.stages) stage = 0, phase ^= 1, dst -= p.stages * MMA_STAGE;
     }
 };

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # make wheel: dist/fusedmoe-*-manylinux_*.whl, one for all Pythons from 3.10 on, tried in an empty environment.
-# FMOE_CUDA=ON puts the CUDA backend into it (nvcc is needed). FMOE_SMOKE=0: do not try it.
+# FMOE_CUDA=ON puts the CUDA backend into it (nvcc is needed), with code for every card unless FMOE_CUDA_ARCHS says otherwise. FMOE_SMOKE=0: do not try it.
 # The tag says which glibc it needs: that of the machine it is built on, or an older one. Releases are built in manylinux images.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ work=$(mktemp -d)
 mkdir -p build
 trap 'rm -rf "$work"' EXIT
 
-export FMOE_CUDA=${FMOE_CUDA:-OFF}
+export FMOE_CUDA=${FMOE_CUDA:-OFF} FMOE_CUDA_ARCHS=${FMOE_CUDA_ARCHS:-all}
 echo "wheel: building (FMOE_CUDA=$FMOE_CUDA)"
 PATH=$bin:$PATH "$bin/python" -m build --wheel --no-isolation --outdir "$work/built" -C build-dir=build/wheel . >build/wheel.log 2>&1 || {
     tail -40 build/wheel.log

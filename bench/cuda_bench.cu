@@ -10,6 +10,7 @@
 //
 //   cuda_bench LIBRARY layer SHAPE:T...      forward and forward+backward, from idle and sustained at the power limit;
 //                                            "routed": routing left out
+//   cuda_bench LIBRARY given SHAPE:T...      the same with ids and weights given, and nothing beside it: 4 s a shape
 //   cuda_bench LIBRARY decode SHAPE T...     forward in a CUDA graph, routing included, weights not in the cache
 //   cuda_bench LIBRARY gmm SHAPE:T...        grouped matmul of the routed rows with W1: forward, dx and dW
 //   cuda_bench LIBRARY once SHAPE:T          one forward and backward (for a profiler)
@@ -331,6 +332,26 @@ static void bench_layer(const char *arg, const Dense &dense)
     fflush(stdout);
 }
 
+// The layer alone, ids and weights given.
+static void bench_given(const char *arg)
+{
+    int shape;
+    int64_t T;
+    parse(arg, &shape, &T);
+    Layer l(shape, T, true);
+    const double flop = 6.0 * (double)(T * l.k) * (double)l.H * (double)l.I * 1e-9;
+    printf("given %-14s", arg);
+    for (int i = 0; i < 2; i++) {
+        const std::function<void()> pass =
+            i ? std::function<void()>([&] { l.forward(), l.backward(); }) : std::function<void()>([&] { l.forward(); });
+        const double idle = time_pass(pass, false), held = time_pass(pass, true);
+        printf(" | %s from idle %6.1f sustained %6.1f TF/s", i ? "fwd+bwd" : "fwd", flop * (i ? 3 : 1) / idle,
+               flop * (i ? 3 : 1) / held);
+    }
+    printf("\n");
+    fflush(stdout);
+}
+
 static void bench_gmm(const char *arg)
 {
     int shape;
@@ -455,7 +476,7 @@ static void bench_decode(int shape, int64_t T, double bandwidth)
 int main(int argc, char **argv)
 {
     if (argc < 4) {
-        printf("usage: cuda_bench LIBRARY layer|decode|gmm|once|memory SHAPE...\n");
+        printf("usage: cuda_bench LIBRARY layer|given|decode|gmm|once|memory SHAPE...\n");
         return 2;
     }
     setenv("FMOE_CUDA_LIBRARY", argv[1], 1);
@@ -468,6 +489,8 @@ int main(int argc, char **argv)
     } else if (mode == "decode") {
         const double bandwidth = copy_bandwidth();
         for (int i = 4; i < argc; i++) bench_decode(find_shape(argv[3], strlen(argv[3])), atoll(argv[i]), bandwidth);
+    } else if (mode == "given") {
+        for (int i = 3; i < argc; i++) bench_given(argv[i]);
     } else if (mode == "gmm") {
         for (int i = 3; i < argc; i++) bench_gmm(argv[i]);
     } else if (mode == "once") {

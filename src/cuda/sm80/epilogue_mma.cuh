@@ -83,16 +83,16 @@ template <class T> DEV void store_rows(char *row, int n, int N, const float (&f)
     }
 }
 
-// The next fragment of rows comes to acc[0]: what is long goes through them in a loop, as unrolled it would be more
-// than the instruction cache has.
-DEV void mma_next(float (&acc)[4][8][4])
+// What is long goes through the four fragments of rows in a loop, as unrolled it would be more than the instruction
+// cache has: N further ones come to acc[0] and on.
+template <int N> DEV void mma_next(float (&acc)[4][8][4])
 {
 #pragma unroll
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 4 - N; i++)
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
-            for (int q = 0; q < 4; q++) acc[i][j][q] = acc[i + 1][j][q];
+            for (int q = 0; q < 4; q++) acc[i][j][q] = acc[i + N][j][q];
 }
 
 template <class C>
@@ -136,10 +136,13 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
     const int features = PAIRS ? p.N / 2 : p.N, columns = C::GLU ? 2 * p.N : p.N;
     const char *const h = (const char *)p.h;
 #pragma unroll 1
-    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i++, mma_next(acc))
+    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i += 2) {
+        if (i) mma_next<2>(acc);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int m = mma_row(i, wm, lane) + 8 * half;
+        for (int s = 0; s < 4; s++) {
+            const int half = s % 2;
+            float(&v8)[8][4] = acc[s / 2];
+            const int m = mma_row(i + s / 2, wm, lane) + 8 * half;
             const bool there = m < t.m;
             const int64_t r = t.row0 + m;
             char *const a = there ? (char *)p.d[0].p + r * p.d[0].pitch : nullptr;
@@ -149,7 +152,7 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 uint32_t g[4], u[4], v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
-                    const float(&x)[4] = acc[0][2 * j], (&y)[4] = acc[0][2 * j + 1];
+                    const float(&x)[4] = v8[2 * j], (&y)[4] = v8[2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], y[o]),
                                     fast_value<KIND, true>(p.act, x[o + 1], y[o + 1]));
                     g[j] = pack2<T>(x[o], x[o + 1]), u[j] = pack2<T>(y[o], y[o + 1]);
@@ -163,11 +166,11 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 if (hr && n < p.N)
                     store8<T>(hr + n * 2, g, p.N - n, p.wide), store8<T>(hr + (p.N + n) * 2, u, p.N - n, p.wide);
             } else if constexpr (PAIRS) {
-                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
+                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, v8, half, lane, p.wide);
                 uint32_t v[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) { // features 8 j + lane % 4, and four further
-                    const float(&x)[4] = acc[0][2 * j], (&y)[4] = acc[0][2 * j + 1];
+                    const float(&x)[4] = v8[2 * j], (&y)[4] = v8[2 * j + 1];
                     v[j] = pack2<T>(fast_value<KIND, true>(p.act, x[o], x[o + 1]),
                                     fast_value<KIND, true>(p.act, y[o], y[o + 1]));
                 }
@@ -177,15 +180,15 @@ DEV void epilogue_act(const MmaArgs &p, const MmaTile &t, int wm, int wn, int la
                 const int n = t.n0 / 2 + 32 * wn + lane % 4 * 8;
                 if (a && n < features) store8<T>(a + n * 2, w, features - n, p.wide);
             } else {
-                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
+                if (h) store_rows<T>(hr, t.n0 + 64 * wn, p.N, v8, half, lane, p.wide);
 #pragma unroll
                 for (int j = 0; j < 8; j++)
 #pragma unroll
-                    for (int q = 0; q < 2; q++)
-                        acc[0][j][o + q] = fast_value<KIND, GATED>(p.act, acc[0][j][o + q], 1.f);
-                store_rows<T>(a, t.n0 + 64 * wn, p.N, acc[0], half, lane, p.wide);
+                    for (int q = 0; q < 2; q++) v8[j][o + q] = fast_value<KIND, GATED>(p.act, v8[j][o + q], 1.f);
+                store_rows<T>(a, t.n0 + 64 * wn, p.N, v8, half, lane, p.wide);
             }
         }
+    }
 }
 
 // The backward of the activation, from da in f32 and h. dh may lie where h is: a lane reads what it writes before, and
@@ -223,7 +226,8 @@ DEV void epilogue_dglu(const MmaArgs &p, const MmaTile &t, int wm, int wn, int l
     uint4 g4[2][2], u4[2][2];
     h.load(0, g4[0], u4[0]);
 #pragma unroll 1
-    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i++, mma_next(acc)) {
+    for (int i = 0; i < 4 && 32 * i + 16 * wm < t.m; i++) {
+        if (i) mma_next<1>(acc);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int r = 32 * i + 8 * half;

@@ -124,9 +124,10 @@ template <class C> struct MmaLoader {
     int left; // of the contraction's part; 0 or less: the next part or tile begins
     int cols; // i or blocks of B that are inside
     int tile, part;
-    bool live, whole; // whether there is a tile; whether all its columns are inside
+    int groups; // of 32 rows that the tile has, the others are not multiplied; 8 more where it has columns outside
+    bool live;  // whether there is a tile
     DEV MmaLoader(const MmaArgs &p, const MmaShared &s, uint32_t base)
-        : stage(0), phase(0), left(0), tile(0), part(0), live(true), whole(false)
+        : stage(0), phase(0), left(0), tile(0), part(0), groups(8), live(true)
     {
         const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
         dst = base + line * 128 + ((chunk ^ (line & 7)) << 4);
@@ -147,7 +148,8 @@ template <class C> struct MmaLoader {
         const MmaTile &t = s.tile[tile % MMA_TILES];
         const int line = threadIdx.x / 8, chunk = threadIdx.x % 8;
         live = t.there;
-        whole = live && t.n0 + C::COLS <= p.N && (!C::WGRAD || t.m0 + MMA_BM <= p.M);
+        const bool whole = live && t.n0 + C::COLS <= p.N && (!C::WGRAD || t.m0 + MMA_BM <= p.M);
+        groups = (C::WGRAD ? 0 : (t.rows + 31) / 32) + (whole ? 0 : 8);
         if (!live) return;
         const MmaPart &q = p.part[part];
         if constexpr (C::WGRAD) {
@@ -175,7 +177,7 @@ template <class C> struct MmaLoader {
             }
         }
     }
-    DEV int fast_steps() const { return whole ? max(0, left) / MMA_BK : 0; } // that need no test of a bound
+    DEV int fast_steps() const { return groups < 8 ? max(0, left) / MMA_BK : 0; } // that need no test of a bound
     DEV bool empty(const MmaShared &s) const { return bar_test(smem_u32(s.empty + stage), phase ^ 1); }
     // Piece q of a step whose stage is empty.
     template <bool ALL> DEV void piece(const MmaArgs &p, const MmaShared &s, int q)
@@ -204,7 +206,7 @@ template <class C> struct MmaLoader {
             }
         } else {
             const bool there = left > chunk8;
-            mma_copy<ALL>(dst + q * 4096, a[q], true, there);
+            if (q < (ALL ? groups : groups & 7)) mma_copy<ALL>(dst + q * 4096, a[q], true, there);
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 const int i = 2 * q + j;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert parallelism on this machine: python bench/ep.py [--ranks 1,2,4] [--csv FILE].
+"""Expert parallelism on this machine: python bench/ep.py [--ranks 1,2,4] [--csv FILE], or --cuda: what one rank costs on a card.
 
 Processes with gloo, one thread each. For each number of ranks: a forward in one process without expert parallelism, then with it (exact,
 lean), and what fusedmoe.distributed.forecast predicts from the rate of gloo measured in the same run. With two ranks also an
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -111,11 +112,47 @@ def child(rank: int, ranks: int) -> None:
     dist.destroy_process_group()
 
 
+def one_rank_on_cuda(tokens: int = 4096, blocks: int = 15, calls: int = 20) -> None:
+    """Forward and backward of a layer of Qwen3-30B-A3B: plain, and over one rank; blocks in turns, medians of their milliseconds."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("nccl")
+    layer = forecast.QWEN3_30B
+    randn = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    x, dout = randn(tokens, layer.H).requires_grad_(), randn(tokens, layer.H)
+    p = torch.rand(tokens, layer.k, device="cuda").requires_grad_()
+    ids = torch.rand(tokens, layer.E, device="cuda").topk(layer.k).indices
+    w = [(0.05 * randn(layer.E, a, b)).requires_grad_() for a, b in ((2 * layer.I, layer.H), (layer.H, layer.I))]
+    one, last = (distributed.ExpertParallel(dist.group.WORLD, layer.E, **o) for o in ({}, {"placement": [[*range(layer.E)][::-1]]}))
+    runs = {"plain": lambda: fusedmoe.experts(x, ids, p, w, "swiglu")}
+    runs["one rank"] = lambda: distributed.experts(x, ids, p, w, "swiglu", ep=one)
+    for mode in ("exact", "lean"):  # experts in another order: rows are packed, exchanged with oneself, and summed
+        ep = last if mode == "exact" else distributed.ExpertParallel(dist.group.WORLD, layer.E, last.placement, mode=mode)
+        runs[f"one rank, {mode} exchange"] = lambda ep=ep: distributed.experts(x, ids, p, w, "swiglu", ep=ep)
+    spent: dict[str, list[float]] = {name: [] for name in runs}
+    for block in range(blocks + 1):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                torch.autograd.grad(run(), [x, p, *w], dout)
+            torch.cuda.synchronize()
+            if block:
+                spent[name].append(1e3 * (time.perf_counter() - start) / calls)
+    plain = sorted(spent["plain"])[blocks // 2]
+    print("run,ms,over_plain")
+    for name, times in spent.items():
+        print(f'"{name}",{sorted(times)[blocks // 2]:.4f},{sorted(times)[blocks // 2] / plain:.4f}')
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--csv")
+    parser.add_argument("--cuda", action="store_true")
     arguments = parser.parse_args()
+    if arguments.cuda:
+        return one_rank_on_cuda()
     lines = ["ranks,mode,chunks,delay,before_ms,ms,predicted_ms,mbytes_sent"]
     for ranks in map(int, arguments.ranks.split(",")):
         with socket.socket() as s:

@@ -274,7 +274,10 @@ enum {
     FMOE_ACCUMULATE = 1, /* backward: every gradient in dw (dw, dbias, dw_router) is added to, not overwritten */
     FMOE_ADD_OUT = 2,    /* experts forward: out is added to */
     FMOE_ADD_DX = 4,     /* experts, block and grouped matmul backward: dx is added to */
-    FMOE_REPLAY = 8      /* route forward: ids are an input (recorded routing); weights are computed for them */
+    FMOE_REPLAY = 8,     /* route forward: ids are an input (recorded routing); weights are computed for them */
+    /* experts backward, CPU and CUDA: weights are others than the forward had (expert parallelism's had ones). A saved
+     * state that keeps them is written to. */
+    FMOE_NEW_WEIGHTS = 16
 };
 
 /* Ascend: call launch(arg) once, in the order of these calls, now or later, on any thread, and answer 0; or answer

@@ -270,7 +270,8 @@ static fmoe_status experts_run(fmoe_call *c, const fmoe_experts_args *a)
     return c->p->backend->experts[c->pass](c->p, c->pass == FMOE_BACKWARD ? &plain : a, c->run);
 }
 
-FMOE_RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT, FMOE_ACCUMULATE | FMOE_ADD_DX)
+FMOE_RUN_CALL(experts, FMOE_OP_EXPERTS, fmoe_experts_args, FMOE_ADD_OUT,
+              FMOE_ACCUMULATE | FMOE_ADD_DX | FMOE_NEW_WEIGHTS)
 
 /* ---- packed weights, of experts or of a block's experts ---- */
 

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "backend.h"
+#include "device.h"
 #include "util.h"
 
 /* ---- CUDA: a shared object of its own, beside this library or where FMOE_CUDA_LIBRARY says ---- */
@@ -156,6 +157,19 @@ fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_back
         return fmoe_fail(FMOE_ERR_BACKEND, "device.type is %d: there are CPU (1), CUDA (2) and Ascend (12) backends",
                          device.type);
     }
+}
+
+fmoe_status fmoe_device_find(fmoe_device device, const fmoe_device_ops **ops)
+{
+    const fmoe_backend *backend = NULL;
+    *ops = &fmoe_device_cpu;
+    if (device.type == 0 || device.type == FMOE_CPU) return FMOE_OK;
+    FMOE_TRY(fmoe_backend_find(device, FMOE_F32, &backend));
+    *ops = backend->device;
+    if (*ops) return FMOE_OK;
+    return fmoe_fail(FMOE_ERR_UNSUPPORTED,
+                     "device.type is %d: expert parallelism runs on the CPU (1) and CUDA (2), not on %s", device.type,
+                     backend->name);
 }
 
 size_t fmoe_info(char *text, size_t n)

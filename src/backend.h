@@ -17,7 +17,7 @@
 #include "error.h"
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 9u /* changes with any struct in this file or in fusedmoe.h */
+#define FMOE_BACKEND_VERSION 10u /* changes with any struct in this file or in fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -54,6 +54,8 @@ typedef struct fmoe_backend {
     fmoe_status (*packed_bytes)(const fmoe_plan_impl *p, size_t *bytes);
     fmoe_status (*pack)(const fmoe_plan_impl *p, const fmoe_pack_args *, const fmoe_run *);
     fmoe_status (*packed_check)(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);
+
+    const struct fmoe_device_ops *device; /* of expert parallelism (device.h), or NULL */
 } fmoe_backend;
 
 /* A plan inside the library. d is the caller's description with defaults filled in (device.type is never 0,

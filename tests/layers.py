@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 C_FILES = (".c", ".h", ".inc", ".cpp", ".cu", ".cuh")
 
 PUBLIC = ["fusedmoe.h"]
-BACKEND = PUBLIC + ["backend.h", "codes.h", "util.h"]  # all that a backend knows of the core
+BACKEND = PUBLIC + ["backend.h", "codes.h", "device.h", "util.h"]  # all that a backend knows of the core
 CPU = ["cpu/plan.h", "cpu/parallel.h", "cpu/groups.h", "cpu/kernels/kernels.h"]
 LAYERS = {
     "include": PUBLIC + ["fusedmoe_ep.h"],
@@ -33,7 +33,7 @@ LAYERS = {
     "src/ascend": BACKEND + ["ascend/*", "cann/*"],
     "src/ascend/cann": BACKEND,
     "cli": PUBLIC + ["util.h"],  # numbers of 16 bits, for the check of a device
-    "src/ep": PUBLIC + ["fusedmoe_ep.h", "error.h", "util.h"],  # the public API, as any program would use it
+    "src/ep": PUBLIC + ["fusedmoe_ep.h", "error.h", "util.h", "device.h"],  # the public API, and indices and memory of a device
     "src/ep/mpi": PUBLIC + ["fusedmoe_ep.h", "fusedmoe_mpi.h"],
     "examples": PUBLIC,
     "bench": PUBLIC,

@@ -5,8 +5,8 @@
 corpus=tests/fuzz/corpus
 case $build in /*) root=$build ;; *) root=$PWD/$build ;; esac
 targets=(plan route forward backward quant) # of tests/fuzz
-units=(ref ref_experts ref_route ref_block api packed quant quant_ops forms describe values machine alloc threads process ep ep_faults abi
-    versions)
+units=(ref ref_experts ref_route ref_block api packed quant quant_ops forms describe values machine alloc threads process ep ep_faults
+    ep_ccl ep_stream abi versions)
 
 replays() { # folder: every fuzz target on its corpus, one line of counts
     local target line total=0
@@ -54,11 +54,12 @@ second_lane() {
     [ $full = 1 ] || return 0
     if [ $released = 0 ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
     if command -v nvcc >/dev/null; then
-        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda"; then
+        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda test_ep_cuda"; then
             suite cuda-tune "$build/cuda/tests/cuda/test_tune"
             suite cuda-launches "$build/cuda/tests/cuda/test_launches" tests/cuda/launches.txt
             suite cuda-old-driver "$build/cuda/tests/cuda/test_driver" "$root/cuda/libfusedmoe_cuda.so" "$root/cuda/tests/cuda/old_driver/libcuda.so"
             suite cuda-old-ptxas tests/cuda/old_ptxas.sh "$build/cuda/old-ptxas"
+            suite cuda-ep "$build/cuda/tests/cuda/test_ep_cuda"
             suite cuda-check "$build/cuda/tests/cuda/check_cuda" "$root/cuda/libfusedmoe_cuda.so" 1
         fi
     else
@@ -141,10 +142,10 @@ if make_variant asan "$build/asan" "fmoe_c_tests $ascend" "${sanitized[@]}" -DFM
     done
 fi
 # Also the build of a compiler that does not know AMX.
-if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads test_process test_ep test_ep_faults" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
+if make_variant tsan "$build/tsan" "fusedmoe_cli test_threads test_process test_ep test_ep_faults test_ep_ccl test_ep_stream" "${sanitized[@]}" -DFMOE_SANITIZE=thread \
     -DFMOE_HAS_AMX_BF16=OFF; then
     suite tsan-threads env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_threads"
-    for name in process ep ep_faults; do
+    for name in process ep ep_faults ep_ccl ep_stream; do
         suite "tsan-$name" env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/tests/test_$name"
     done
     suite tsan-check env TSAN_OPTIONS=halt_on_error=1 "$build/tsan/fusedmoe" check --seed "$seed" --seconds 4 --quick -f /

@@ -11,6 +11,10 @@
 #include "test.h"
 #include "util.h"
 
+#ifndef TEST_DEVICE
+#define TEST_DEVICE FMOE_CPU
+#endif
+
 enum { I32 = -32, I64 = -64 }; /* dtypes beside fmoe_dtype, as fmoe_tensor_dtype() has them */
 
 #define SHAPE(...)                                                                                                     \
@@ -28,7 +32,7 @@ static inline fmoe_tensor *tensor_over(void *data, int dtype, int ndim, const in
 {
     fmoe_tensor *t = test_alloc(sizeof *t);
     const uint8_t code = dtype < 0 ? 0 : dtype == FMOE_BF16 ? 4 : 2;
-    *t = (fmoe_tensor){.data = data, .device = {FMOE_CPU, 0}, .ndim = ndim};
+    *t = (fmoe_tensor){.data = data, .device = {TEST_DEVICE, 0}, .ndim = ndim};
     t->dtype = (fmoe_datatype){code, (uint8_t)(8 * fmoe_dtype_size(dtype)), 1};
     t->shape = memcpy(test_alloc((size_t)ndim * 8), shape, (size_t)ndim * 8);
     if (strides) t->strides = memcpy(test_alloc((size_t)ndim * 8), strides, (size_t)ndim * 8);

@@ -30,6 +30,11 @@ typedef union test_block {
 
 static test_case *test_list, **test_tail = &test_list;
 static test_block *test_blocks;
+
+#ifndef TEST_CALLOC /* a test on a device has memory that both sides see */
+#define TEST_CALLOC calloc
+#define TEST_FREE free
+#endif
 static uint64_t test_seed = 1, test_state;
 static int test_failures; /* of the test that runs */
 static jmp_buf test_leave;
@@ -73,7 +78,7 @@ static inline void test_check_status(const char *file, int line, const char *exp
  * inlined: gcc 12 at -O3 would see the size and warn of loops over shapes that it unrolls too far. */
 __attribute__((noinline, unused)) static void *test_alloc(size_t bytes)
 {
-    test_block *b = calloc(1, sizeof *b + bytes);
+    test_block *b = TEST_CALLOC(1, sizeof *b + bytes);
     if (!b) abort();
     b->next = test_blocks;
     test_blocks = b;
@@ -102,7 +107,7 @@ static inline int test_run(const test_case *t) /* 0 passed, 1 failed, 2 skipped 
     while (test_blocks) {
         test_block *b = test_blocks;
         test_blocks = b->next;
-        free(b);
+        TEST_FREE(b);
     }
     const int result = test_failures ? 1 : left == 2 ? 2 : 0;
     printf("%-7s %s\n", (const char *[]){"ok", "FAILED", "SKIP"}[result], t->name);

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0
  *
  * ep.c - expert parallelism for Python: a layer over ranks whose engine is a Python object with the methods counts,
- * begin, wait and abort (fusedmoe/distributed/exchange.py), which get the library's buffers as memoryviews. The library
- * runs without the GIL; its calls into the engine take it. */
+ * begin, wait and abort (fusedmoe/distributed/exchange.py), which get the library's buffers as memoryviews, or, of a
+ * device, as (address, bytes). Memory of a device is torch's. The library runs without the GIL; its calls into the
+ * engine take it. */
 #include "core.h"
 #include "fusedmoe_ep.h"
 
 typedef struct {
     fmoe_ep *ep;
     PyObject *engine;
+    int ranks, on_device; /* of the engine */
     int broken; /* the engine was given up: a transport may still write where it was told to, so that memory stays */
 } layer;
 
@@ -47,6 +49,13 @@ static PyObject *view(const void *data, int64_t bytes, int flags)
     return PyMemoryView_FromMemory(memory.out, (Py_ssize_t)bytes, flags);
 }
 
+/* Rows of an exchange: memory of the host, or an address of a device. */
+static PyObject *rows_view(const layer *l, const void *data, int64_t bytes)
+{
+    return l->on_device ? Py_BuildValue("(KL)", (unsigned long long)(uintptr_t)data, (long long)bytes)
+                        : view(data, bytes, WRITE);
+}
+
 static PyObject *numbers(const int64_t *n, int count)
 {
     PyObject *list = PyList_New(count);
@@ -54,19 +63,11 @@ static PyObject *numbers(const int64_t *n, int count)
     return list;
 }
 
-static int ranks_of(const layer *l)
-{
-    PyObject *n = PyObject_GetAttrString(l->engine, "ranks");
-    const int ranks = n ? (int)PyLong_AsLong(n) : -1;
-    Py_XDECREF(n);
-    return ranks;
-}
-
 static fmoe_status engine_counts(void *ctx, const int64_t *send, int64_t *recv, int64_t n, int64_t timeout_ms)
 {
     layer *l = ctx;
     PyGILState_STATE gil = PyGILState_Ensure();
-    const int64_t bytes = ranks_of(l) * n * 8;
+    const int64_t bytes = l->ranks * n * 8;
     PyObject *done = PyObject_CallMethod(l->engine, "counts", "NNL", view(send, bytes, WRITE), view(recv, bytes, WRITE),
                                          (long long)timeout_ms);
     const fmoe_status s = done ? FMOE_OK : raised();
@@ -80,12 +81,12 @@ static fmoe_status engine_begin(void *ctx, const void *send, const int64_t *send
 {
     layer *l = ctx;
     PyGILState_STATE gil = PyGILState_Ensure();
-    const int ranks = ranks_of(l);
+    const int ranks = l->ranks;
     int64_t out = 0, in = 0;
     for (int r = 0; r < ranks; r++) out += send_rows[r], in += recv_rows[r];
     PyObject *made =
-        PyObject_CallMethod(l->engine, "begin", "NNNNL", view(send, out * row_bytes, WRITE), numbers(send_rows, ranks),
-                            view(recv, in * row_bytes, WRITE), numbers(recv_rows, ranks), (long long)row_bytes);
+        PyObject_CallMethod(l->engine, "begin", "NNNNL", rows_view(l, send, out * row_bytes), numbers(send_rows, ranks),
+                            rows_view(l, recv, in * row_bytes), numbers(recv_rows, ranks), (long long)row_bytes);
     *request = made;
     const fmoe_status s = made ? FMOE_OK : raised();
     PyGILState_Release(gil);
@@ -125,6 +126,29 @@ static void engine_free(void *ctx, void *memory)
     if (!((layer *)ctx)->broken) free(memory);
 }
 
+static void *device_alloc(void *ctx, size_t bytes)
+{
+    layer *l = ctx;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *address = PyObject_CallMethod(l->engine, "device_alloc", "n", (Py_ssize_t)bytes);
+    void *memory = address ? PyLong_AsVoidPtr(address) : NULL;
+    if (PyErr_Occurred()) raised(), memory = NULL;
+    Py_XDECREF(address);
+    PyGILState_Release(gil);
+    return memory;
+}
+
+static void device_free(void *ctx, void *memory)
+{
+    layer *l = ctx;
+    if (l->broken) return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    PyObject *done = PyObject_CallMethod(l->engine, "device_free", "K", (unsigned long long)(uintptr_t)memory);
+    if (!done) PyErr_Clear();
+    Py_XDECREF(done);
+    PyGILState_Release(gil);
+}
+
 /* ---- layers ---- */
 
 static void layer_free(PyObject *capsule)
@@ -155,10 +179,10 @@ PyObject *core_ep_create(PyObject *self, PyObject *args)
     fmoe_desc d = FMOE_DESC_INIT;
     fmoe_ep_desc e = FMOE_EP_DESC_INIT;
     PyObject *desc, *engine, *experts, *ranks_list;
-    int rank, ranks, mode, chunks;
+    int rank, ranks, mode, chunks, on_device;
     long long capacity, timeout_ms;
-    if (!PyArg_ParseTuple(args, "OOiiOOiiLL", &desc, &engine, &rank, &ranks, &experts, &ranks_list, &mode, &chunks,
-                          &capacity, &timeout_ms))
+    if (!PyArg_ParseTuple(args, "OOiiOOiiLLp", &desc, &engine, &rank, &ranks, &experts, &ranks_list, &mode, &chunks,
+                          &capacity, &timeout_ms, &on_device))
         return NULL;
     if (core_desc(desc, &d)) return NULL;
     const Py_ssize_t n = experts == Py_None ? 0 : PySequence_Size(experts);
@@ -170,15 +194,17 @@ PyObject *core_ep_create(PyObject *self, PyObject *args)
     int32_t *map = calloc((size_t)(2 * n + 1), sizeof *map);
     if (!l || !map) return free(l), free(map), PyErr_NoMemory();
     if (take_numbers(experts, map, n) || take_numbers(ranks_list, map + n, n)) return free(l), free(map), NULL;
-    const fmoe_exchange x = {sizeof x,    rank,         ranks,        l,          engine_counts, engine_begin,
-                             engine_wait, engine_abort, engine_alloc, engine_free};
+    fmoe_exchange x = {sizeof x,     rank,         ranks,       l,         engine_counts, engine_begin, engine_wait,
+                       engine_abort, engine_alloc, engine_free, on_device, NULL,          NULL};
+    if (d.device.type != 0 && d.device.type != FMOE_CPU) x.device_alloc = device_alloc, x.device_free = device_free;
+    l->ranks = ranks, l->on_device = on_device;
+    l->engine = engine; /* a reference of its own where the layer is made */
     e.layer = &d, e.exchange = &x, e.mode = mode, e.chunks = chunks, e.capacity = capacity, e.timeout_ms = timeout_ms;
     if (n) e.expert = map, e.rank = map + n, e.placements = n;
     const fmoe_status s = fmoe_ep_create(&l->ep, &e);
     free(map);
     if (s != FMOE_OK) return free(l), core_fail(s, fmoe_last_error());
     Py_INCREF(engine);
-    l->engine = engine;
     return PyCapsule_New(l, LAYER, layer_free);
 }
 
@@ -240,29 +266,43 @@ static int take_quants(call *c, PyObject *quants, fmoe_weights *w)
     return 0;
 }
 
-/* ep_forward(layer, form, inference, x, ids, p, w, out, scale1, scale2, quants): the call that the backward gets */
+/* The stream that torch uses now, of a CUDA device; -1: an exception is set. */
+static int take_stream(const call *c, void **stream)
+{
+    if (c->device.type != FMOE_CUDA) return 0;
+    if (c->api && c->api->current_stream) return c->api->current_stream(c->device.type, c->device.id, stream) ? -1 : 0;
+    PyErr_SetString(PyExc_RuntimeError,
+                    "fusedmoe: this torch does not tell its CUDA stream: expert parallelism on CUDA "
+                    "needs torch 2.10 or newer");
+    return -1;
+}
+
+/* ep_forward(layer, form, inference, x, ids, p, w, out, dropped, scale1, scale2, quants): the call that the backward
+ * gets */
 PyObject *core_ep_forward(PyObject *self, PyObject *args)
 {
     (void)self;
     unsigned form;
     int inference;
     float scale1, scale2;
-    PyObject *capsule, *x, *ids, *p, *w, *out, *quants;
-    if (!PyArg_ParseTuple(args, "OIpOOOOOffO", &capsule, &form, &inference, &x, &ids, &p, &w, &out, &scale1, &scale2,
-                          &quants))
+    PyObject *capsule, *x, *ids, *p, *w, *out, *dropped, *quants;
+    if (!PyArg_ParseTuple(args, "OIpOOOOOOffO", &capsule, &form, &inference, &x, &ids, &p, &w, &out, &dropped, &scale1,
+                          &scale2, &quants))
         return NULL;
     layer *l = PyCapsule_GetPointer(capsule, LAYER);
     batch *b = l ? calloc(1, sizeof *b) : NULL;
     if (!b) return l ? PyErr_NoMemory() : NULL;
     fmoe_ep_args a = FMOE_EP_ARGS_INIT;
     call c;
-    call_begin(&c, 5 + tensors_in(w) + tensors_of(quants));
+    call_begin(&c, 6 + tensors_in(w) + tensors_of(quants));
     c.op = "experts";
     fmoe_status s = FMOE_OK;
     const bool taken = c.tensors && !take_or_none(&c, x, ROWS, "x", &a.x) &&
                        !take_or_none(&c, ids, IDS, "ids", &a.ids) && !take_or_none(&c, p, COMPACT, "p", &a.weights) &&
                        !take_or_none(&c, out, AS_IS, "out", &a.out) &&
-                       (w == Py_None || (!take_weights(&c, w, form, false, &a.w) && !take_quants(&c, quants, &a.w)));
+                       !take_or_none(&c, dropped, AS_IS, "dropped", &a.dropped) &&
+                       (w == Py_None || (!take_weights(&c, w, form, false, &a.w) && !take_quants(&c, quants, &a.w))) &&
+                       !take_stream(&c, &a.stream);
     if (taken) {
         a.inference = inference, a.w.lora_scale1 = scale1, a.w.lora_scale2 = scale2;
         Py_BEGIN_ALLOW_THREADS
@@ -302,7 +342,7 @@ PyObject *core_ep_backward(PyObject *self, PyObject *args)
                        !take_or_none(&c, dout, ROWS, "dout", &a.dout) && !take_or_none(&c, dx, AS_IS, "dx", &a.dx) &&
                        !take_or_none(&c, dp, AS_IS, "dp", &a.dweights) &&
                        (w == Py_None || (!take_weights(&c, w, form, false, &a.w) && !take_quants(&c, quants, &a.w))) &&
-                       (dw == Py_None || !take_weights(&c, dw, form, true, &a.dw));
+                       (dw == Py_None || !take_weights(&c, dw, form, true, &a.dw)) && !take_stream(&c, &a.stream);
     if (taken) {
         a.w.lora_scale1 = scale1, a.w.lora_scale2 = scale2;
         Py_BEGIN_ALLOW_THREADS

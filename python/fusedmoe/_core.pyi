@@ -59,12 +59,12 @@ def use_queue(on: bool, /) -> bool: ...
 # Expert parallelism: fusedmoe_ep.h. A layer and a call are capsules.
 def ep_create(
     desc: tuple[Any, ...], engine: Any, rank: int, ranks: int, experts: Any, on_ranks: Any, mode: int, chunks: int, capacity: int,
-    timeout_ms: int, /,
+    timeout_ms: int, on_device: bool, /,
 ) -> Any: ...  # fmt: skip
 def ep_local(layer: Any, /) -> list[int]: ...
 def ep_forward(
-    layer: Any, form: int, inference: bool, x: Tensor, ids: Tensor, p: Tensor, w: Any, out: Tensor, scale1: float, scale2: float,
-    quants: tuple[Any, Any, Any] | None, /,
+    layer: Any, form: int, inference: bool, x: Tensor, ids: Tensor, p: Tensor, w: Any, out: Tensor, dropped: Tensor | None,
+    scale1: float, scale2: float, quants: tuple[Any, Any, Any] | None, /,
 ) -> Any: ...  # fmt: skip
 def ep_backward(
     call: Any, form: int, x: Tensor, ids: Tensor, p: Tensor, w: Any, dout: Tensor, dx: Tensor | None, dp: Tensor | None, dw: Any,

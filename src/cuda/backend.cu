@@ -108,14 +108,6 @@ static fmoe_status open_device(Plan *plan, int id)
     return FMOE_OK;
 }
 
-// A plan may be made while the caller captures a stream into a graph: pinned memory and kernel attributes are no part
-// of that.
-struct OutsideCapture {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-    ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
-};
-
 static fmoe_status plan_init(fmoe_plan_impl *p)
 {
     const OutsideCapture outside;
@@ -260,6 +252,11 @@ static const fmoe_backend table = {
     {experts_forward, experts_backward},
     true,
     true,
+    false,
+    nullptr,
+    nullptr,
+    nullptr,
+    &fmoe_cuda_device,
 };
 
 extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)

@@ -508,6 +508,7 @@ fmoe_status experts_backward(const fmoe_plan_impl *p, const fmoe_experts_args *g
     const bool borrow = borrows(l, p->d);
     if (borrow) b.dxr = b.pa = b.da = (void *)(((uintptr_t)fmoe_data(a->dw.w1) + kAlign - 1) / kAlign * kAlign);
     void *const h = b.h;
+    if (run->flags & FMOE_NEW_WEIGHTS) rowmap_weigh(view(a->weights), l.T, l.k, l.map, *l.stream);
     if (l.T == 0) { // the forward had nothing to write down: empty segments here, so that gradients become zero
         l.map = b.map;
         sort_rows(l, p, a, nullptr);

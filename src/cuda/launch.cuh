@@ -43,6 +43,7 @@ enum When { WAITS, OVERLAPPED };
     X(COMBINE,      OVERLAPPED, false)                                                                   \
     X(SCATTER,      WAITS,      false)                                                                   \
     X(ZERO,         WAITS,      false)                                                                   \
+    X(EP,           WAITS,      false) /* ep_rows.cu */                                                  \
     X(DOT,          WAITS,      false)                                                                   \
     X(DP,           OVERLAPPED, false) /* gradients of routing weights, from their parts */              \
     X(DP_BIAS,      WAITS,      false) /* and where W2 has a bias */                                     \

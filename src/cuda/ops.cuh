@@ -18,6 +18,13 @@ struct DeviceScope {
     }
 };
 
+// Plans and memory may be made while the caller captures a stream into a graph: they are no part of that.
+struct OutsideCapture {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+    ~OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode); }
+};
+
 static constexpr size_t kOpsAlign = 256; // of a workspace
 
 static inline View view(const fmoe_tensor *t)
@@ -52,6 +59,11 @@ fmoe_status gmm_forward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmo
 fmoe_status gmm_backward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fmoe_run *);
 fmoe_status activation_forward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
 fmoe_status activation_backward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
+
+extern const struct fmoe_device_ops fmoe_cuda_device; // ep_rows.cu
+
+// rowmap.cu: other weights for the same rows
+void rowmap_weigh(const View &p, int64_t T, int64_t k, const RowMap &m, Stream &s);
 
 // ---- routing kernels (route.cu) ----
 

@@ -321,6 +321,19 @@ __global__ void ready_clear(Ready *ready)
 
 void rowmap_clear(Ready *ready, Stream &s) { launch(s, Product::CLEAR_READY, ready_clear, Grid{1, kReady}, ready); }
 
+// FMOE_NEW_WEIGHTS: other weights for the same rows.
+__global__ void new_weights(View p, int64_t R, int64_t k, RowMap m)
+{
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < R; i += (int64_t)gridDim.x * blockDim.x)
+        if (m.slot[i] >= 0) m.prob[m.slot[i]] = load_float(p.p, p.dtype, Slot(i, k).in(p));
+}
+
+void rowmap_weigh(const View &p, int64_t T, int64_t k, const RowMap &m, Stream &s)
+{
+    const unsigned blocks = (unsigned)fmoe_min(fmoe_ceil_div(T * k, kSortThreads), 4096);
+    if (blocks) launch(s, Product::EP, new_weights, Grid{blocks, kSortThreads}, p, T * k, k, m);
+}
+
 void rowmap_sort(const SortArgs &a, const RowMap &m, Stream &s) { rowmap_sort_into(a, m, View{}, View{}, s); }
 
 // ---- Groups given by sizes (grouped matmul) ----

@@ -10,12 +10,13 @@
 
 enum { HEAD = 3 }; /* numbers before the counts of an announcement: form, status, type of the routing weights */
 
-fmoe_status fmoe_ep_check_tensor(const char *name, const fmoe_tensor *t, int64_t rows, int64_t columns, int dtype,
-                                 int other)
+fmoe_status fmoe_ep_check_tensor(const fmoe_ep *ep, const char *name, const fmoe_tensor *t, int64_t rows,
+                                 int64_t columns, int dtype, int other)
 {
     if (!t) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", name);
-    if (t->device.type != FMOE_CPU)
-        return fmoe_fail(FMOE_ERR_ARG, "%s is on device type %d, must be the CPU (1)", name, t->device.type);
+    if (t->device.type != ep->d.device.type || (!ep->cpu && t->device.id != ep->d.device.id))
+        return fmoe_fail(FMOE_ERR_ARG, "%s is on device type %d, number %d, must be %d, %d: the layer's", name,
+                         t->device.type, t->device.id, ep->d.device.type, ep->d.device.id);
     if (t->ndim != 2 || !t->shape) return fmoe_fail(FMOE_ERR_SHAPE, "%s has %d dimensions, must have 2", name, t->ndim);
     if ((rows >= 0 ? t->shape[0] != rows : t->shape[0] < 0) || t->shape[1] != columns)
         return fmoe_fail(FMOE_ERR_SHAPE, "%s is [%" PRId64 ",%" PRId64 "], must be [%" PRId64 ",%" PRId64 "]", name,
@@ -45,128 +46,10 @@ static fmoe_status check_compact(const char *name, const fmoe_tensor *t)
     return FMOE_OK;
 }
 
-/* ---- home: where each slot goes ---- */
-
-static float get_p(const fmoe_tensor *t, int64_t i)
-{
-    const void *p = fmoe_data(t);
-    switch (fmoe_tensor_dtype(t)) {
-    case FMOE_F32: return ((const float *)p)[i];
-    case FMOE_BF16: return fmoe_bf16_to_float(((const uint16_t *)p)[i]);
-    default: return fmoe_f16_to_float(((const uint16_t *)p)[i]);
-    }
-}
-
-static int64_t chunk_of(const fmoe_ep_call *c, int64_t t) { return t * c->ep->chunks / c->T; }
-
-/* slot_dest[t*k+j]: rank, or -1. Counts rows and pairs; seen [2*ranks]: the last token that was sent, or dropped,
- * there. */
-static fmoe_status route_slots(fmoe_ep_call *c, const fmoe_tensor *ids, int32_t *slot_dest, int64_t *seen)
-{
-    fmoe_ep *const ep = c->ep;
-    const int64_t R = ep->x.ranks, k = ep->d.k, E = ep->d.E;
-    int64_t *const dropped = seen + R, *const sent = seen + 2 * R;
-    for (int64_t i = 0; i < 2 * R; i++) seen[i] = -1;
-    for (int64_t i = 0; i < R; i++) sent[i] = 0;
-    for (int64_t t = 0; t < c->T; t++)
-        for (int64_t i = t * k; i < (t + 1) * k; i++) {
-            const int64_t e = fmoe_get_int(fmoe_data(ids), fmoe_tensor_dtype(ids), i);
-            slot_dest[i] = -1;
-            if ((e == -1 && (ep->d.flags & FMOE_SKIP_NEG1)) || (e == E && (ep->d.flags & FMOE_SKIP_E))) continue;
-            if (e < 0 || e >= E)
-                return fmoe_fail(FMOE_ERR_INDEX,
-                                 "ids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", must be in [0,%" PRId64 ")", t,
-                                 i - t * k, e, E);
-            const int32_t d = ep->dest[e];
-            if (seen[d] != t && ep->capacity && sent[d] == ep->capacity) dropped[d] = t;
-            if (dropped[d] == t) {
-                c->stats.dropped++;
-                continue;
-            }
-            const int64_t cell = chunk_of(c, t) * R + d;
-            slot_dest[i] = d;
-            c->send_pairs[cell]++;
-            if (seen[d] == t) continue;
-            seen[d] = t;
-            sent[d]++;
-            c->send_rows[cell]++;
-        }
-    return FMOE_OK;
-}
-
 static void prefix_sums(const int64_t *n, int64_t *at, int64_t cells)
 {
     at[0] = 0;
     for (int64_t i = 0; i < cells; i++) at[i + 1] = at[i] + n[i];
-}
-
-/* The slots of a token in the order in which one process sums them: by expert, equal ones by slot. */
-static void sort_slots(const fmoe_tensor *ids, int64_t t, int64_t k, int64_t *slot)
-{
-    const int type = fmoe_tensor_dtype(ids);
-    for (int64_t j = 0; j < k; j++) {
-        const int64_t i = t * k + j, e = fmoe_get_int(fmoe_data(ids), type, i);
-        int64_t at = j;
-        for (; at > 0 && fmoe_get_int(fmoe_data(ids), type, slot[at - 1]) > e; at--) slot[at] = slot[at - 1];
-        slot[at] = i;
-    }
-}
-
-/* Rows and pairs to send, and what home sums. cursor: [3*cells + ranks + k] */
-static void list_slots(fmoe_ep_call *c, const fmoe_tensor *ids, const fmoe_tensor *p, const int32_t *slot_dest,
-                       int64_t *cursor)
-{
-    fmoe_ep *const ep = c->ep;
-    const int64_t R = ep->x.ranks, k = ep->d.k, cells = ep_cells(ep), slots = ep->sum_slots;
-    int64_t *const row_at = cursor, *const pair_at = cursor + cells, *const whole_at = cursor + 2 * cells,
-                   *const row_of = cursor + 3 * cells, *const sorted = row_of + R;
-    const bool weighted = ep_weighs_at_home(c);
-    int64_t at = 0;
-    for (int64_t d = 0; d < R; d++)
-        for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
-            const int64_t cell = chunk * R + d;
-            row_at[cell] = c->send_row_at[cell];
-            pair_at[cell] = c->send_pair_at[cell];
-            whole_at[cell] = at;
-            at += c->send_pairs[cell];
-        }
-    for (int64_t t = 0; t < c->T; t++) {
-        const int64_t first = chunk_of(c, t) * R;
-        for (int64_t i = t * k; i < (t + 1) * k; i++)
-            if (slot_dest[i] >= 0) row_of[slot_dest[i]] = -1;
-        for (int64_t i = t * k; i < (t + 1) * k; i++) {
-            const int64_t d = slot_dest[i];
-            c->slot_pair[i] = -1;
-            if (d < 0) continue;
-            const int64_t e = fmoe_get_int(fmoe_data(ids), fmoe_tensor_dtype(ids), i);
-            ep_pair pair = {(uint32_t)ep->index[e], get_p(p, i)};
-            if (row_of[d] < 0) {
-                row_of[d] = row_at[first + d]++;
-                c->send_token[row_of[d]] = t;
-                pair.expert |= PAIR_FIRST;
-            }
-            c->pairs_send[whole_at[first + d]++] = pair;
-            c->slot_pair[i] = pair_at[first + d]++;
-        }
-        for (int64_t j = 0; j < slots; j++) c->map[t * slots + j] = -1;
-        if (ep_exact(ep)) {
-            sort_slots(ids, t, k, sorted);
-            for (int64_t j = 0; j < k; j++) {
-                c->map[t * k + j] = c->slot_pair[sorted[j]];
-                c->p[t * k + j] = weighted ? get_p(p, sorted[j]) : 1.0f;
-            }
-            continue;
-        }
-        int64_t n = 0; /* rows of a token rise with its rank: (chunk, destination) is their order */
-        for (int64_t i = t * k; i < (t + 1) * k; i++) {
-            if (slot_dest[i] < 0 || row_of[slot_dest[i]] < 0) continue;
-            int64_t to = n++;
-            for (; to > 0 && c->map[t * slots + to - 1] > row_of[slot_dest[i]]; to--)
-                c->map[t * slots + to] = c->map[t * slots + to - 1];
-            c->map[t * slots + to] = row_of[slot_dest[i]];
-            row_of[slot_dest[i]] = -1;
-        }
-    }
 }
 
 /* ---- what the others announce ---- */
@@ -190,7 +73,7 @@ static fmoe_status check_announced(fmoe_ep_call *c, const int64_t *told, int64_t
             return fmoe_fail(FMOE_ERR_EXCHANGE,
                              "rank %" PRId64 " has routing weights of dtype %" PRId64 ", this rank of %d", r, said[2],
                              c->p_type);
-        for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
+        for (int64_t chunk = 0; chunk < ep->chunks && !ep->fixed; chunk++) {
             const int64_t n = said[HEAD + 2 * chunk], m = said[HEAD + 2 * chunk + 1];
             int64_t most;
             if (n < 0 || m < n || __builtin_mul_overflow(n, ep->d.k, &most) || m > most ||
@@ -205,6 +88,7 @@ static fmoe_status check_announced(fmoe_ep_call *c, const int64_t *told, int64_t
             c->recv_pairs[chunk * R + r] = m;
         }
     }
+    if (ep->fixed) return FMOE_OK; /* rows are as many as that */
     prefix_sums(c->recv_rows, c->recv_row_at, ep_cells(ep));
     prefix_sums(c->recv_pairs, c->recv_pair_at, ep_cells(ep));
     return FMOE_OK;
@@ -222,7 +106,7 @@ static fmoe_status announce(fmoe_ep_call *c, fmoe_status mine)
         to[0] = ep->form;
         to[1] = mine;
         to[2] = c->p_type;
-        for (int64_t chunk = 0; chunk < ep->chunks && !mine; chunk++) {
+        for (int64_t chunk = 0; chunk < ep->chunks && !mine && !ep->fixed; chunk++) {
             to[HEAD + 2 * chunk] = c->send_rows[chunk * R + r];
             to[HEAD + 2 * chunk + 1] = c->send_pairs[chunk * R + r];
         }
@@ -245,66 +129,125 @@ static fmoe_status announce(fmoe_ep_call *c, fmoe_status mine)
 
 /* ---- the call ---- */
 
-static fmoe_status alloc_saved(fmoe_ep_call *c)
+/* Numbers of the host. */
+static fmoe_status alloc_numbers(fmoe_ep_call *c)
 {
-    const int64_t chunks = c->ep->chunks, n = 3 * chunks + 1;
-    if (!(c->requests = fmoe_ep_alloc(c->ep, n, sizeof(void *)))) return FMOE_ERR_NOMEM;
-    memset(c->requests, 0, (size_t)n * sizeof(void *));
-    c->saved = c->requests + 2 * chunks + 1;
+    const int64_t cells = ep_cells(c->ep), chunks = c->ep->chunks, n = 4 * cells + 4 * (cells + 1);
+    int64_t **const parts[] = {&c->send_rows,   &c->send_pairs,   &c->recv_rows,   &c->recv_pairs,
+                               &c->send_row_at, &c->send_pair_at, &c->recv_row_at, &c->recv_pair_at};
+    int64_t *at = calloc((size_t)n, 8);
+    c->send_rows = at;
+    c->requests = calloc((size_t)(3 * chunks + 1), sizeof *c->requests);
+    c->saved = calloc((size_t)chunks, sizeof *c->saved);
+    if (!at || !c->requests || !c->saved) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " numbers", n);
+    for (int i = 0; i < 8; i++) {
+        *parts[i] = at;
+        at += i < 4 ? cells : cells + 1;
+    }
     return FMOE_OK;
 }
 
 static fmoe_status alloc_home(fmoe_ep_call *c)
 {
     fmoe_ep *const ep = c->ep;
-    const int64_t cells = ep_cells(ep), n = 4 * cells + 4 * (cells + 1);
+    const int64_t fixed = ep->fixed ? ep->x.ranks * ep->capacity : 0;
     int64_t slots;
     if (__builtin_mul_overflow(c->T, ep->d.k, &slots) || slots > INT64_MAX / 64)
         return fmoe_fail(FMOE_ERR_OVERFLOW, "T * k does not fit 64 bits: T is %" PRId64, c->T);
-    int64_t **const parts[] = {&c->send_rows,   &c->send_pairs,   &c->recv_rows,   &c->recv_pairs,
-                               &c->send_row_at, &c->send_pair_at, &c->recv_row_at, &c->recv_pair_at};
-    int64_t *at = fmoe_ep_alloc(ep, n, 8);
-    if (!at) return FMOE_ERR_NOMEM;
-    memset(at, 0, (size_t)n * 8);
-    for (int i = 0; i < 8; i++) {
-        *parts[i] = at;
-        at += i < 4 ? cells : cells + 1;
-    }
-    if (!(c->slot_pair = fmoe_ep_alloc(ep, slots, 8)) || !(c->map = fmoe_ep_alloc(ep, c->T * ep->sum_slots, 8)) ||
-        !(c->p = fmoe_ep_alloc(ep, ep_exact(ep) ? slots : 0, 4)))
+    if (!(c->counts = fmoe_ep_alloc(ep, 2 * ep_cells(ep) + 1, 8)) || !(c->slot_pair = fmoe_ep_alloc(ep, slots, 8)) ||
+        !(c->map = fmoe_ep_alloc(ep, c->T * ep->sum_slots, 8)) ||
+        !(c->sum_p = fmoe_ep_alloc(ep, ep_exact(ep) ? slots : 0, 4)) ||
+        !(c->send_token = fmoe_ep_alloc(ep, fixed ? fixed : c->T * fmoe_min(ep->d.k, ep->x.ranks), 8)) ||
+        !(c->pairs_send = fmoe_ep_alloc(ep, fixed ? fixed * ep->d.k : slots, sizeof *c->pairs_send)))
         return FMOE_ERR_NOMEM;
+    return FMOE_OK;
+}
+
+/* What a device found wrong, where it has come so far. */
+static fmoe_status reported(fmoe_ep *ep, bool earlier)
+{
+    if (!ep->report) return FMOE_OK;
+    const fmoe_report r = *(volatile fmoe_report *)ep->report;
+    memset(ep->report, 0, sizeof *ep->report);
+    const char *const when = earlier ? "an earlier call met " : "";
+    const int64_t slot = r.slot - 1;
+    if (r.slot)
+        return fmoe_fail(FMOE_ERR_INDEX, "%sids[%" PRId64 ",%" PRId64 "] is %" PRId64 ", must be in [0,%" PRId64 ")",
+                         when, slot / ep->d.k, slot % ep->d.k, r.id, ep->d.E);
+    if (!r.pair) return FMOE_OK;
+    return fmoe_fail(FMOE_ERR_EXCHANGE,
+                     "%spair %" PRId64 " of expert %" PRId64 " that its rank did not announce so: there are %" PRId64
+                     " experts here; it was skipped",
+                     when, r.pair - 1, r.expert, ep->n_local);
+}
+
+/* Numbers of rows and pairs come to the host: the one place where it waits for the device. With a capacity they are
+ * known, and it does not. */
+static fmoe_status read_counts(fmoe_ep_call *c)
+{
+    fmoe_ep *const ep = c->ep;
+    const int64_t cells = ep_cells(ep);
+    if (!ep->fixed) {
+        int64_t *const n = calloc((size_t)(2 * cells + 1), 8);
+        if (!n) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " counts", 2 * cells);
+        const fmoe_status status = fmoe_ep_copy(c, n, c->counts, (2 * cells + 1) * 8, true);
+        memcpy(c->send_rows, n, (size_t)cells * 8);
+        memcpy(c->send_pairs, n + cells, (size_t)cells * 8);
+        c->stats.dropped = n[2 * cells];
+        free(n);
+        FMOE_TRY(status);
+        FMOE_TRY(reported(ep, false));
+    } else c->stats.dropped = -1;
+    for (int64_t i = 0; ep->fixed && i < cells; i++) {
+        c->send_rows[i] = c->recv_rows[i] = ep->capacity;
+        c->send_pairs[i] = c->recv_pairs[i] = ep->capacity * ep->d.k;
+    }
+    prefix_sums(c->send_rows, c->send_row_at, cells);
+    prefix_sums(c->send_pairs, c->send_pair_at, cells);
+    prefix_sums(c->recv_rows, c->recv_row_at, cells);
+    prefix_sums(c->recv_pairs, c->recv_pair_at, cells);
     return FMOE_OK;
 }
 
 static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
 {
     fmoe_ep *const ep = c->ep;
-    const int64_t cells = ep_cells(ep);
     FMOE_TRY(alloc_home(c));
-    int32_t *const slot_dest = fmoe_ep_alloc(ep, c->T * ep->d.k, sizeof *slot_dest);
-    int64_t *const work = fmoe_ep_alloc(ep, 3 * cells + 3 * ep->x.ranks + ep->d.k, 8);
-    fmoe_status status = slot_dest && work ? route_slots(c, a->ids, slot_dest, work) : FMOE_ERR_NOMEM;
-    if (!status) {
-        prefix_sums(c->send_rows, c->send_row_at, cells);
-        prefix_sums(c->send_pairs, c->send_pair_at, cells);
-        c->send_token = fmoe_ep_alloc(ep, c->send_row_at[cells], 8);
-        c->pairs_send = fmoe_ep_alloc(ep, c->send_pair_at[cells], sizeof *c->pairs_send);
-        if (c->send_token && c->pairs_send) list_slots(c, a->ids, a->weights, slot_dest, work);
-        else status = FMOE_ERR_NOMEM;
-    }
-    fmoe_ep_free(ep, slot_dest);
-    fmoe_ep_free(ep, work);
-    return status;
+    fmoe_home_args h = {.T = c->T, .k = ep->d.k, .E = ep->d.E, .ranks = ep->x.ranks, .chunks = ep->chunks};
+    h.capacity = ep->capacity;
+    h.flags = ep->d.flags;
+    h.columns = ep->sum_slots;
+    h.exact = ep_exact(ep);
+    h.weighted = ep_weighs_at_home(c);
+    h.ids = fmoe_data(a->ids);
+    h.ids_type = fmoe_tensor_dtype(a->ids);
+    h.p = fmoe_data(a->weights);
+    h.p_type = c->p_type;
+    h.dest = ep->tables;
+    h.index = ep->tables + ep->d.E;
+    h.counts = c->counts;
+    h.slot_pair = c->slot_pair;
+    h.map = c->map;
+    h.sum_p = c->sum_p;
+    h.send_token = c->send_token;
+    h.pairs = c->pairs_send;
+    h.report = ep->report;
+    h.stream = c->stream;
+    if (!(h.work = fmoe_ep_alloc(ep, (int64_t)ep->ops->home_bytes(&h), 1))) return FMOE_ERR_NOMEM;
+    fmoe_status status = ep->ops->home(ep->d.device.id, &h);
+    fmoe_ep_free(ep, h.work);
+    if (!status && a->dropped) status = fmoe_ep_copy(c, fmoe_data(a->dropped), c->counts + 2 * ep_cells(ep), 8, false);
+    return status ? status : read_counts(c);
 }
 
 static fmoe_status alloc_away(fmoe_ep_call *c)
 {
     fmoe_ep *const ep = c->ep;
     const int64_t pairs = c->recv_pair_at[ep_cells(ep)], rows = c->recv_row_at[ep_cells(ep)];
+    const int64_t slots = ep_exact(ep) ? pairs : rows * ep->d.k;
     if (!(c->pairs_recv = fmoe_ep_alloc(ep, pairs, sizeof *c->pairs_recv)) ||
-        !(c->pair_row = fmoe_ep_alloc(ep, pairs, 8)) || !(c->pair_expert = fmoe_ep_alloc(ep, pairs, 4)) ||
-        !(c->pair_p = fmoe_ep_alloc(ep, pairs, 4)) || !(c->pair_slot = fmoe_ep_alloc(ep, pairs, 8)) ||
-        !(c->order = fmoe_ep_alloc(ep, pairs, 8)) || !(c->row_order = fmoe_ep_alloc(ep, rows, 8)))
+        !(c->where = fmoe_ep_alloc(ep, pairs, 8)) || !(c->ids = fmoe_ep_alloc(ep, slots, 4)) ||
+        !(c->p = fmoe_ep_alloc(ep, slots, 4)) || (ep_weighs_at_home(c) && !(c->ones = fmoe_ep_alloc(ep, pairs, 4))))
         return FMOE_ERR_NOMEM;
     return fmoe_ep_rows_alloc(c, FMOE_FORWARD);
 }
@@ -319,19 +262,22 @@ static void count_stats(fmoe_ep_call *c)
         c->stats.rows_in += c->recv_rows[i];
         c->stats.pairs_in += c->recv_pairs[i];
     }
-    c->stats.bytes_pairs = c->stats.pairs_out * (int64_t)sizeof(ep_pair);
+    c->stats.bytes_pairs = c->stats.pairs_out * (int64_t)sizeof(fmoe_pair);
 }
 
 static fmoe_status check_args(fmoe_ep *ep, const fmoe_ep_args *a)
 {
     FMOE_TRY(fmoe_ep_check_size("fmoe_ep_args", a->size, sizeof *a, a));
-    FMOE_TRY(fmoe_ep_check_tensor("ids", a->ids, -1, ep->d.k, -32, -64));
-    FMOE_TRY(fmoe_ep_check_tensor("weights", a->weights, a->ids->shape[0], ep->d.k, FMOE_F32, ep->d.dtype));
+    FMOE_TRY(fmoe_ep_check_tensor(ep, "ids", a->ids, -1, ep->d.k, -32, -64));
+    FMOE_TRY(fmoe_ep_check_tensor(ep, "weights", a->weights, a->ids->shape[0], ep->d.k, FMOE_F32, ep->d.dtype));
     FMOE_TRY(check_compact("ids", a->ids));
     FMOE_TRY(check_compact("weights", a->weights));
     const int64_t T = a->ids->shape[0], H = ep->d.H; /* of later phases, where they are known: told to the others now */
-    if (a->x) FMOE_TRY(fmoe_ep_check_tensor("x", a->x, T, H, ep->d.dtype, ep->d.dtype));
-    return a->out ? fmoe_ep_check_tensor("out", a->out, T, H, ep->d.dtype, ep->d.dtype) : FMOE_OK;
+    if (a->x) FMOE_TRY(fmoe_ep_check_tensor(ep, "x", a->x, T, H, ep->d.dtype, ep->d.dtype));
+    if (a->out) FMOE_TRY(fmoe_ep_check_tensor(ep, "out", a->out, T, H, ep->d.dtype, ep->d.dtype));
+    if (!a->dropped) return FMOE_OK;
+    if (!ep->capacity) return fmoe_fail(FMOE_ERR_ARG, "dropped is given, but capacity is 0: nothing is dropped");
+    return fmoe_ep_check_tensor(ep, "dropped", a->dropped, 1, 1, -64, -64);
 }
 
 static fmoe_status count(fmoe_ep_call *c, const fmoe_ep_args *a)
@@ -342,11 +288,16 @@ static fmoe_status count(fmoe_ep_call *c, const fmoe_ep_args *a)
         c->T = a->ids->shape[0];
         c->p_type = fmoe_tensor_dtype(a->weights);
         c->inference = a->inference != 0;
-        status = alloc_saved(c);
-        if (!status && !ep->direct) status = home(c, a);
+        c->stream = a->stream;
+        status = alloc_numbers(c);
     }
     if (ep->direct) return status ? fmoe_ep_named(ep, FMOE_FORWARD, PHASE_COUNT, status) : FMOE_OK;
-    FMOE_TRY(announce(c, status));
+    if (!status) status = reported(ep, true);
+    if (!status) status = home(c, a);
+    if (ep->fixed && ep->agreed) { /* nothing is announced, so that nobody waits, nor can be told */
+        if (status) return fmoe_ep_broken(ep, FMOE_FORWARD, PHASE_COUNT, status);
+    } else FMOE_TRY(announce(c, status));
+    ep->agreed = true;
     count_stats(c);
     status = alloc_away(c);
     return status ? fmoe_ep_broken(ep, FMOE_FORWARD, PHASE_COUNT, status) : FMOE_OK;
@@ -380,10 +331,16 @@ void fmoe_ep_call_free(fmoe_ep_call **call)
     for (int64_t i = 0; c->saved && i < ep->chunks; i++) fmoe_ep_free(ep, c->saved[i]);
     fmoe_ep_rows_free(c, FMOE_FORWARD, true);
     fmoe_ep_rows_free(c, FMOE_BACKWARD, true);
-    void *const all[] = {c->send_rows,  c->send_token, c->slot_pair, c->map,         c->p,
-                         c->pairs_send, c->pairs_recv, c->pair_row,  c->pair_expert, c->pair_p,
-                         c->pair_slot,  c->order,      c->row_order, c->requests};
+    void *const all[] = {c->counts,     c->send_token, c->slot_pair, c->map, c->sum_p, c->pairs_send,
+                         c->pairs_recv, c->where,      c->ids,       c->p,   c->ones};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) fmoe_ep_free(ep, all[i]);
+    for (int64_t i = 0; c->requests && i < 3 * ep->chunks + 1; i++) {
+        fmoe_ep_free_host(ep, c->requests[i].send);
+        fmoe_ep_free_host(ep, c->requests[i].recv);
+    }
+    free(c->send_rows);
+    free(c->requests);
+    free(c->saved);
     free(c);
     *call = NULL;
 }
@@ -393,45 +350,5 @@ fmoe_status fmoe_ep_call_stats(const fmoe_ep_call *call, fmoe_ep_stats *stats)
     if (!call || !stats) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", call ? "stats" : "call");
     FMOE_TRY(fmoe_ep_check_size("fmoe_ep_stats", stats->size, sizeof *stats, stats));
     *stats = call->stats;
-    return FMOE_OK;
-}
-
-/* ---- the pairs that came ---- */
-
-/* By (source, chunk, row, slot) as they came; kept by (chunk, source, row, slot). */
-fmoe_status fmoe_ep_read_pairs(fmoe_ep_call *c)
-{
-    fmoe_ep *const ep = c->ep;
-    const int64_t R = ep->x.ranks;
-    int64_t at = 0, rows = 0;
-    for (int64_t r = 0; r < R; r++)
-        for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
-            const int64_t cell = chunk * R + r, first_row = c->recv_row_at[cell], first = c->recv_pair_at[cell];
-            int64_t row = first_row - 1, slot = 0;
-            for (int64_t i = 0; i < c->recv_pairs[cell]; i++, at++) {
-                const ep_pair pair = c->pairs_recv[at];
-                const int64_t e = pair.expert & PAIR_EXPERT;
-                const bool begins = (pair.expert & PAIR_FIRST) != 0;
-                if (begins) {
-                    slot = 0;
-                    if (++row < first_row + c->recv_rows[cell]) c->row_order[rows++] = row;
-                }
-                if (e >= ep->n_local || row < first_row || row >= first_row + c->recv_rows[cell] || slot >= ep->d.k)
-                    return fmoe_fail(FMOE_ERR_EXCHANGE,
-                                     "rank %" PRId64 " sends expert %" PRId64 " in slot %" PRId64 " of row %" PRId64
-                                     ": there are %" PRId64 " experts here, %" PRId64
-                                     " slots, and it announced %" PRId64 " rows",
-                                     r, e, slot, row - first_row, ep->n_local, ep->d.k, c->recv_rows[cell]);
-                c->pair_row[first + i] = row;
-                c->pair_expert[first + i] = (int32_t)e;
-                c->pair_p[first + i] = pair.p;
-                c->pair_slot[first + i] = slot++;
-                c->order[at] = first + i;
-            }
-            if (row + 1 != first_row + c->recv_rows[cell])
-                return fmoe_fail(FMOE_ERR_EXCHANGE,
-                                 "rank %" PRId64 " announced %" PRId64 " rows, its pairs are of %" PRId64, r,
-                                 c->recv_rows[cell], row + 1 - first_row);
-        }
     return FMOE_OK;
 }

@@ -26,74 +26,46 @@ fmoe_status fmoe_ep_check_size(const char *name, size_t given, size_t known, con
     return FMOE_OK;
 }
 
-/* Blocks begin with their size. Large ones that are given back are kept for the next call, which has need of about the
- * same: new pages cost more than the copies into them. */
-typedef struct ep_block {
-    size_t bytes;
-    char pad[56];
-} ep_block;
-
-enum { KEPT_FROM = 1 << 16 };
-
-static void release(const fmoe_ep *ep, ep_block *b)
-{
-    if (ep->x.free) ep->x.free(ep->x.ctx, b);
-    else free(b);
-}
-
-/* The smallest kept block that is large enough, and not more than twice that. */
-static ep_block *take_kept(fmoe_ep *ep, size_t bytes)
-{
-    int best = -1;
-    for (int i = 0; i < EP_KEPT; i++) {
-        const size_t n = ep->kept[i] ? ep->kept[i]->bytes : 0;
-        if (n >= bytes && n / 2 <= bytes && (best < 0 || n < ep->kept[best]->bytes)) best = i;
-    }
-    ep_block *const b = best < 0 ? NULL : ep->kept[best];
-    if (b) ep->kept[best] = NULL;
-    return b;
-}
-
-void *fmoe_ep_alloc(fmoe_ep *ep, int64_t count, int64_t element)
-{
-    int64_t bytes;
-    ep_block *b = NULL;
-    if (!__builtin_mul_overflow(count, element, &bytes) && bytes < INT64_MAX / 2) {
-        const size_t n = bytes ? (size_t)bytes : 1;
-        if (n >= KEPT_FROM) b = take_kept(ep, n);
-        if (b) return b + 1;
-        b = ep->x.alloc ? ep->x.alloc(ep->x.ctx, sizeof *b + n) : malloc(sizeof *b + n);
-        if (b) b->bytes = n;
-    }
-    if (!b) fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " elements of %" PRId64 " bytes", count, element);
-    return b ? b + 1 : NULL;
-}
-
-void fmoe_ep_free(fmoe_ep *ep, void *memory)
-{
-    if (!memory) return;
-    ep_block *const b = (ep_block *)memory - 1;
-    for (int i = 0; b->bytes >= KEPT_FROM && !ep->broken && i < EP_KEPT; i++)
-        if (!ep->kept[i]) {
-            ep->kept[i] = b;
-            return;
-        }
-    release(ep, b);
-}
-
-const fmoe_tensor *fmoe_ep_matrix(ep_tensor *t, const void *data, int64_t rows, int64_t columns, int dtype)
+static void describe(const fmoe_ep *ep, fmoe_tensor *t, const void *data, int dtype)
 {
     union {
         const void *in;
         void *out;
     } memory = {data};
+    *t = (fmoe_tensor){.data = memory.out, .device = ep->d.device};
+    t->dtype.lanes = 1;
+    t->dtype.bits = (uint8_t)(8 * fmoe_dtype_size(dtype));
+    t->dtype.code = dtype < 0 ? 0 : dtype == FMOE_BF16 ? 4 : 2;
+}
+
+const fmoe_tensor *fmoe_ep_matrix(const fmoe_ep *ep, ep_tensor *t, const void *data, int64_t rows, int64_t columns,
+                                  int dtype)
+{
+    describe(ep, &t->t, data, dtype);
     t->shape[0] = rows;
     t->shape[1] = columns;
-    t->t = (fmoe_tensor){.data = memory.out, .device = {FMOE_CPU, 0}, .ndim = 2, .shape = t->shape};
-    t->t.dtype.lanes = 1;
-    t->t.dtype.bits = (uint8_t)(8 * fmoe_dtype_size(dtype));
-    t->t.dtype.code = dtype < 0 ? 0 : dtype == FMOE_BF16 ? 4 : 2;
+    t->t.ndim = 2;
+    t->t.shape = t->shape;
     return &t->t;
+}
+
+const fmoe_tensor *fmoe_ep_list(const fmoe_ep *ep, ep_tensor *t, const int64_t *data, int64_t n)
+{
+    describe(ep, &t->t, data, -64);
+    t->shape[0] = n;
+    t->t.ndim = 1;
+    t->t.shape = t->shape;
+    return &t->t;
+}
+
+/* Workspace and stream of a run on n tokens; the caller gives run->workspace back. */
+fmoe_status fmoe_ep_run_plan(fmoe_ep_call *c, fmoe_plan plan, fmoe_pass pass, int64_t n, fmoe_run *run)
+{
+    *run = FMOE_RUN_INIT;
+    run->stream = c->stream;
+    FMOE_TRY(fmoe_workspace_bytes(plan, pass, n, &run->workspace_bytes));
+    run->workspace = fmoe_ep_alloc(c->ep, (int64_t)run->workspace_bytes, 1);
+    return run->workspace ? FMOE_OK : FMOE_ERR_NOMEM;
 }
 
 /* ---- errors ---- */
@@ -139,6 +111,9 @@ static fmoe_status check_exchange(const fmoe_exchange *x)
     if (!x->alloc != !x->free)
         return fmoe_fail(FMOE_ERR_NULL, "exchange.%s is NULL, exchange.%s is given", x->alloc ? "free" : "alloc",
                          x->alloc ? "alloc" : "free");
+    if (!x->device_alloc != !x->device_free)
+        return fmoe_fail(FMOE_ERR_NULL, "exchange.device_%s is NULL, exchange.device_%s is given",
+                         x->device_alloc ? "free" : "alloc", x->device_alloc ? "alloc" : "free");
     return FMOE_OK;
 }
 
@@ -151,9 +126,6 @@ static fmoe_status check_desc(const fmoe_ep_desc *d)
     const fmoe_desc *l = d->layer;
     if (l->op != FMOE_OP_EXPERTS)
         return fmoe_fail(FMOE_ERR_ARG, "layer.op is %d, must be %d (experts)", l->op, FMOE_OP_EXPERTS);
-    if (l->device.type != 0 && l->device.type != FMOE_CPU)
-        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "layer.device.type is %d: expert parallelism runs on the CPU (1)",
-                         l->device.type);
     if (l->dtype != FMOE_F32 && l->dtype != FMOE_BF16 && l->dtype != FMOE_F16)
         return fmoe_fail(FMOE_ERR_DTYPE, "layer.dtype is %d, must be f32 (1), bf16 (2) or f16 (3)", l->dtype);
     if (d->mode != FMOE_EP_EXACT && d->mode != FMOE_EP_LEAN)
@@ -236,20 +208,29 @@ static fmoe_status place(fmoe_ep *ep, const fmoe_ep_desc *d)
 
 /* ---- plans ---- */
 
+/* One backward for each forward: it may write over what was saved. */
 static fmoe_status make_plans(fmoe_ep *ep)
 {
     fmoe_desc d = ep->d;
-    d.flags &= ~(uint32_t)FMOE_BORROW_DW1;
-    if (ep->direct) return fmoe_plan_create(&ep->experts, &d);
-    d.E = ep->n_local;
-    if (ep_exact(ep)) d.k = 1;
-    d.flags = (d.flags & ~(uint32_t)FMOE_SKIP_E) | FMOE_SKIP_NEG1;
+    d.flags = (d.flags & ~(uint32_t)FMOE_BORROW_DW1) | FMOE_REUSE_SAVED;
+    if (!ep->direct) {
+        d.E = ep->n_local;
+        if (ep_exact(ep)) d.k = 1;
+        d.flags = (d.flags & ~(uint32_t)FMOE_SKIP_E) | FMOE_SKIP_NEG1;
+    }
     if (d.E) FMOE_TRY(fmoe_plan_create(&ep->experts, &d));
-    d.flags |= FMOE_RECOMPUTE;
+    if (d.E && !ep->cpu && !(d.flags & FMOE_QUANT)) {
+        d.flags |= FMOE_BORROW_DW1;
+        FMOE_TRY(fmoe_plan_create(&ep->borrow, &d));
+        d.flags &= ~(uint32_t)FMOE_BORROW_DW1;
+    }
+    if (ep->direct) return FMOE_OK;
+    if (ep->cpu) d.flags |= FMOE_RECOMPUTE;
     if (d.E && ep->chunks > 1) FMOE_TRY(fmoe_plan_create(&ep->whole, &d));
     fmoe_desc s = FMOE_DESC_INIT;
     s.op = FMOE_OP_PERMUTE;
     s.dtype = ep->d.dtype;
+    s.device = ep->d.device;
     s.H = ep->d.H;
     s.E = 1;
     s.k = ep->sum_slots = ep_exact(ep) ? ep->d.k : fmoe_min(ep->d.k, ep->x.ranks);
@@ -257,6 +238,18 @@ static fmoe_status make_plans(fmoe_ep *ep)
     s.parallel = ep->d.parallel;
     s.parallel_ctx = ep->d.parallel_ctx;
     return fmoe_plan_create(&ep->sum, &s);
+}
+
+/* What a device needs of the layer: the map of experts, and a place for what it finds wrong. */
+static fmoe_status fill_device(fmoe_ep *ep)
+{
+    const size_t n = (size_t)ep->d.E * sizeof *ep->dest;
+    if (ep->direct || ep->cpu) return FMOE_OK; /* the CPU has the map where it was made */
+    if (!(ep->report = ep->ops->alloc(ep->d.device.id, sizeof *ep->report, true)) ||
+        !(ep->tables = ep->ops->alloc(ep->d.device.id, 2 * n, false)))
+        return FMOE_ERR_NOMEM;
+    memset(ep->report, 0, sizeof *ep->report);
+    return ep->ops->copy(ep->d.device.id, ep->tables, ep->dest, 2 * n, NULL, true);
 }
 
 static fmoe_status check_layer(const fmoe_desc *layer) /* what fmoe_plan_create refuses, before E is divided */
@@ -269,14 +262,24 @@ static fmoe_status check_layer(const fmoe_desc *layer) /* what fmoe_plan_create 
 static fmoe_status fill(fmoe_ep *ep, const fmoe_ep_desc *desc)
 {
     ep->d = *desc->layer;
+    if (!ep->d.device.type) ep->d.device.type = FMOE_CPU;
     ep->x = *desc->exchange;
+    ep->cpu = ep->d.device.type == FMOE_CPU;
+    ep->staged = !ep->cpu && !ep->x.on_device;
+    ep->fixed = !ep->cpu && desc->capacity;
+    if (ep->fixed && desc->chunks > 1)
+        return fmoe_fail(FMOE_ERR_ARG,
+                         "capacity is %" PRId64 " and chunks is %d: with a capacity a device has one chunk",
+                         desc->capacity, desc->chunks);
+    FMOE_TRY(fmoe_device_find(ep->d.device, &ep->ops));
     ep->mode = desc->mode;
     ep->chunks = desc->chunks ? desc->chunks : 1;
     ep->capacity = desc->capacity;
     ep->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 600000;
-    ep->dest = calloc((size_t)ep->d.E, sizeof *ep->dest);
-    ep->index = calloc((size_t)ep->d.E, sizeof *ep->index);
-    if (!ep->dest || !ep->index) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " experts", ep->d.E);
+    ep->dest = calloc(2 * (size_t)ep->d.E, sizeof *ep->dest);
+    if (!ep->dest) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " experts", ep->d.E);
+    ep->index = ep->dest + ep->d.E;
+    if (ep->cpu) ep->tables = ep->dest;
     const int64_t agreed[] = {FMOE_VERSION, ep->d.H,     ep->d.I,  ep->d.E,    ep->d.k,     ep->d.dtype,
                               ep->d.act,    ep->d.flags, ep->mode, ep->chunks, ep->x.ranks, ep->capacity};
     for (size_t i = 0; i < sizeof agreed / sizeof *agreed; i++) ep->form = hash(ep->form, agreed[i]);
@@ -284,7 +287,8 @@ static fmoe_status fill(fmoe_ep *ep, const fmoe_ep_desc *desc)
     ep->direct = ep->x.ranks == 1 && ep->n_local == ep->d.E && !ep->capacity;
     for (int64_t e = 0; e < ep->d.E; e++) ep->direct = ep->direct && ep->index[e] == e;
     if (ep->direct) ep->chunks = 1; /* nothing to overlap */
-    return make_plans(ep);
+    FMOE_TRY(make_plans(ep));
+    return fill_device(ep);
 }
 
 fmoe_status fmoe_ep_create(fmoe_ep **out, const fmoe_ep_desc *desc)
@@ -305,16 +309,18 @@ fmoe_status fmoe_ep_create(fmoe_ep **out, const fmoe_ep_desc *desc)
 void fmoe_ep_destroy(fmoe_ep **ep)
 {
     if (!ep || !*ep) return;
-    for (int i = 0; i < EP_KEPT; i++)
-        if ((*ep)->kept[i]) release(*ep, (*ep)->kept[i]);
-    fmoe_plan_destroy(&(*ep)->experts);
-    fmoe_plan_destroy(&(*ep)->whole);
-    fmoe_plan_destroy(&(*ep)->sum);
-    free((*ep)->dest);
-    free((*ep)->index);
-    free((*ep)->local);
-    free(*ep);
+    fmoe_ep *const e = *ep;
     *ep = NULL;
+    fmoe_ep_free_all(e);
+    fmoe_plan_destroy(&e->experts);
+    fmoe_plan_destroy(&e->borrow);
+    fmoe_plan_destroy(&e->whole);
+    fmoe_plan_destroy(&e->sum);
+    if (!e->cpu && e->tables) e->ops->free(e->d.device.id, e->tables, false);
+    if (e->report) e->ops->free(e->d.device.id, e->report, true);
+    free(e->dest);
+    free(e->local);
+    free(e);
 }
 
 int64_t fmoe_ep_local(const fmoe_ep *ep, int32_t *experts, int64_t n)

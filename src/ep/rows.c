@@ -39,53 +39,108 @@ void fmoe_ep_rows_free(fmoe_ep_call *c, fmoe_pass pass, bool all)
     *r = (ep_rows){.recv = kept};
 }
 
-/* ---- exchanges: request 0 .. chunks-1 rows out, chunks .. 2*chunks-1 rows back, 2*chunks pairs or dp ---- */
+/* ---- exchanges: requests as ep.h has them ---- */
+
+static int64_t sum_of(const int64_t *n, int64_t count)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += n[i];
+    return sum;
+}
+
+/* Rows of a device, by an engine of the host. */
+static fmoe_status begin_staged(fmoe_ep_call *c, ep_request *q, const void *send, const int64_t *send_rows, void *recv,
+                                const int64_t *recv_rows, int64_t bytes)
+{
+    fmoe_ep *const ep = c->ep;
+    const int64_t out = sum_of(send_rows, ep->x.ranks) * bytes, in = sum_of(recv_rows, ep->x.ranks) * bytes;
+    if (!(q->send = fmoe_ep_alloc_host(ep, out, 1)) || !(q->recv = fmoe_ep_alloc_host(ep, in, 1)))
+        return FMOE_ERR_NOMEM;
+    q->recv_to = recv;
+    q->recv_bytes = (size_t)in;
+    FMOE_TRY(fmoe_ep_copy(c, q->send, send, out, true));
+    return ep->x.begin(ep->x.ctx, q->send, send_rows, q->recv, recv_rows, bytes, &q->real);
+}
+
+static fmoe_status begin(fmoe_ep_call *c, int64_t request, const void *send, const int64_t *send_rows, void *recv,
+                         const int64_t *recv_rows, int64_t bytes)
+{
+    fmoe_ep *const ep = c->ep;
+    ep_request *const q = &c->requests[request];
+    if (ep->staged) return begin_staged(c, q, send, send_rows, recv, recv_rows, bytes);
+    return ep->x.begin(ep->x.ctx, send, send_rows, recv, recv_rows, bytes, &q->real);
+}
 
 fmoe_status fmoe_ep_wait(fmoe_ep_call *c, int64_t request)
 {
-    void *const r = c->requests[request];
-    c->requests[request] = NULL;
-    return c->ep->x.wait(c->ep->x.ctx, r, c->ep->timeout_ms);
+    ep_request *const q = &c->requests[request];
+    void *const real = q->real;
+    q->real = NULL;
+    fmoe_status status = c->ep->x.wait(c->ep->x.ctx, real, c->ep->timeout_ms);
+    if (status || !c->ep->staged) return status; /* what an engine may still write to is given back with the call */
+    status = fmoe_ep_copy(c, q->recv_to, q->recv, (int64_t)q->recv_bytes, true);
+    fmoe_ep_free_host(c->ep, q->send);
+    fmoe_ep_free_host(c->ep, q->recv);
+    *q = (ep_request){0};
+    return status;
 }
 
-/* The ids and routing weights of all rows, in one exchange. */
-fmoe_status fmoe_ep_pairs(fmoe_ep_call *c)
+/* The ids and routing weights of all rows travel beside the first rows, */
+fmoe_status fmoe_ep_pairs_begin(fmoe_ep_call *c)
 {
     fmoe_ep *const ep = c->ep;
-    const int64_t R = ep->x.ranks;
-    int64_t *const n = fmoe_ep_alloc(ep, 2 * R, 8);
-    if (!n) return FMOE_ERR_NOMEM;
-    memset(n, 0, (size_t)R * 16);
-    for (int64_t i = 0; i < ep_cells(ep); i++) {
-        n[i % R] += c->send_pairs[i];
-        n[R + i % R] += c->recv_pairs[i];
+    for (int64_t i = 0; i < ep->chunks; i++) {
+        const int64_t cell = i * ep->x.ranks;
+        FMOE_TRY(begin(c, 2 * ep->chunks + 1 + i, c->pairs_send + c->send_pair_at[cell], c->send_pairs + cell,
+                       c->pairs_recv + c->recv_pair_at[cell], c->recv_pairs + cell, sizeof(fmoe_pair)));
     }
-    fmoe_status status =
-        ep->x.begin(ep->x.ctx, c->pairs_send, n, c->pairs_recv, n + R, sizeof(ep_pair), &c->requests[2 * ep->chunks]);
-    if (!status) status = fmoe_ep_wait(c, 2 * ep->chunks);
-    fmoe_ep_free(ep, n);
-    return status ? status : fmoe_ep_read_pairs(c);
+    return FMOE_OK;
+}
+
+/* and this is what the experts here see of them. */
+fmoe_status fmoe_ep_pairs_end(fmoe_ep_call *c)
+{
+    fmoe_ep *const ep = c->ep;
+    const int64_t cells = ep_cells(ep);
+    for (int64_t i = 0; i < ep->chunks; i++) FMOE_TRY(fmoe_ep_wait(c, 2 * ep->chunks + 1 + i));
+    fmoe_away_args a = {.cells = cells, .ranks = ep->x.ranks, .k = ep->d.k, .experts = ep->n_local};
+    a.capacity = ep->capacity;
+    a.rows = c->recv_row_at[cells];
+    a.pairs = c->recv_pair_at[cells];
+    a.row_at = c->recv_row_at;
+    a.pair_at = c->recv_pair_at;
+    a.exact = ep_exact(ep);
+    a.p_type = c->p_type;
+    a.recv = c->pairs_recv;
+    a.where = c->where;
+    a.ids = c->ids;
+    a.p = c->p;
+    a.ones = c->ones;
+    a.report = ep->report;
+    a.stream = c->stream;
+    if (!(a.work = fmoe_ep_alloc(ep, (int64_t)ep->ops->away_bytes(&a), 1))) return FMOE_ERR_NOMEM;
+    const fmoe_status status = ep->ops->away(ep->d.device.id, &a);
+    fmoe_ep_free(ep, a.work);
+    return status;
 }
 
 static int64_t count_bytes(fmoe_ep *ep, const int64_t *rows, int64_t row_bytes)
 {
-    int64_t n = 0;
-    for (int32_t r = 0; r < ep->x.ranks; r++) n += r == ep->x.rank ? 0 : rows[r];
-    return n * row_bytes;
+    return (sum_of(rows, ep->x.ranks) - rows[ep->x.rank]) * row_bytes;
 }
 
 fmoe_status fmoe_ep_dispatch_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk, const fmoe_tensor *rows)
 {
     fmoe_ep *const ep = c->ep;
     const int64_t cell = chunk * ep->x.ranks, bytes = ep_row_bytes(ep), first = c->send_row_at[cell];
+    char *const send = c->rows[pass].send + first * bytes;
+    const int64_t n = c->send_row_at[cell + ep->x.ranks] - first;
     const int64_t stride = fmoe_stride(rows, 0) * (int64_t)fmoe_dtype_size(ep->d.dtype);
-    char *const send = c->rows[pass].send;
-    for (int64_t i = first; i < c->send_row_at[cell + ep->x.ranks]; i++)
-        memcpy(send + i * bytes, (const char *)fmoe_data(rows) + c->send_token[i] * stride, (size_t)bytes);
+    FMOE_TRY(
+        ep->ops->gather(ep->d.device.id, send, fmoe_data(rows), stride, bytes, c->send_token + first, n, c->stream));
     c->stats.bytes_out += count_bytes(ep, c->send_rows + cell, bytes);
-    return ep->x.begin(ep->x.ctx, send + first * bytes, c->send_rows + cell,
-                       c->rows[pass].recv + c->recv_row_at[cell] * bytes, c->recv_rows + cell, bytes,
-                       &c->requests[chunk]);
+    return begin(c, chunk, send, c->send_rows + cell, c->rows[pass].recv + c->recv_row_at[cell] * bytes,
+                 c->recv_rows + cell, bytes);
 }
 
 fmoe_status fmoe_ep_combine_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk)
@@ -97,9 +152,8 @@ fmoe_status fmoe_ep_combine_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk
     const int64_t *const out_at = exact ? c->recv_pair_at : c->recv_row_at, *const in_at = exact ? c->send_pair_at
                                                                                                  : c->send_row_at;
     c->stats.bytes_back += count_bytes(ep, out + cell, bytes);
-    return ep->x.begin(ep->x.ctx, c->rows[pass].back_send + out_at[cell] * bytes, out + cell,
-                       c->rows[pass].back_recv + in_at[cell] * bytes, in + cell, bytes,
-                       &c->requests[ep->chunks + chunk]);
+    return begin(c, ep->chunks + chunk, c->rows[pass].back_send + out_at[cell] * bytes, out + cell,
+                 c->rows[pass].back_recv + in_at[cell] * bytes, in + cell, bytes);
 }
 
 /* dp of all chunks, chunk after chunk: numbers, four bytes each. */
@@ -110,8 +164,8 @@ fmoe_status fmoe_ep_dp_exchange(fmoe_ep_call *c)
     for (int64_t chunk = 0; chunk < ep->chunks; chunk++) {
         const int64_t cell = chunk * ep->x.ranks;
         c->stats.bytes_back += count_bytes(ep, c->recv_pairs + cell, 4);
-        FMOE_TRY(ep->x.begin(ep->x.ctx, c->rows[1].dp_send + c->recv_pair_at[cell], c->recv_pairs + cell,
-                             c->rows[1].dp_recv + c->send_pair_at[cell], c->send_pairs + cell, 4, &c->requests[last]));
+        FMOE_TRY(begin(c, last, c->rows[1].dp_send + c->recv_pair_at[cell], c->recv_pairs + cell,
+                       c->rows[1].dp_recv + c->send_pair_at[cell], c->send_pairs + cell, 4));
         FMOE_TRY(fmoe_ep_wait(c, last));
     }
     return FMOE_OK;
@@ -119,37 +173,25 @@ fmoe_status fmoe_ep_dp_exchange(fmoe_ep_call *c)
 
 /* ---- home ---- */
 
-static void set_float(const fmoe_tensor *t, int64_t i, float v)
-{
-    void *const p = fmoe_data(t);
-    switch (fmoe_tensor_dtype(t)) {
-    case FMOE_F32: ((float *)p)[i] = v; break;
-    case FMOE_BF16: ((uint16_t *)p)[i] = fmoe_float_to_bf16(v); break;
-    default: ((uint16_t *)p)[i] = fmoe_float_to_f16(v);
-    }
-}
-
 /* out or dx: rows that came back, in the order of one process (exact) or of the ranks (lean). */
 fmoe_status fmoe_ep_sum(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *args)
 {
     fmoe_ep *const ep = c->ep;
-    const int64_t cells = ep_cells(ep), slots = ep->sum_slots, n = c->T * slots;
-    const fmoe_tensor *const to = pass == FMOE_FORWARD ? args->out : args->dx;
-    for (int64_t i = 0; pass == FMOE_BACKWARD && args->dweights && i < c->T * ep->d.k; i++)
-        set_float(args->dweights, i, c->slot_pair[i] < 0 ? 0 : c->rows[1].dp_recv[c->slot_pair[i]]);
+    const int64_t cells = ep_cells(ep), slots = ep->sum_slots;
+    const fmoe_tensor *const to = pass == FMOE_FORWARD ? args->out : args->dx, *const dp = args->dweights;
+    if (pass == FMOE_BACKWARD && dp && c->T)
+        FMOE_TRY(ep->ops->take(ep->d.device.id, fmoe_data(dp), fmoe_tensor_dtype(dp), c->rows[1].dp_recv, c->slot_pair,
+                               c->T * ep->d.k, c->stream));
     if (!to || !c->T) return FMOE_OK;
-    ep_tensor y, p;
+    ep_tensor y, p, map;
+    fmoe_run run;
     const int64_t rows = ep_exact(ep) ? c->send_pair_at[cells] : c->send_row_at[cells];
-    int64_t map_shape[1] = {n};
-    const fmoe_tensor map = {
-        .data = c->map, .device = {FMOE_CPU, 0}, .ndim = 1, .dtype = {0, 64, 1}, .shape = map_shape};
-    fmoe_unpermute_args a = {.size = sizeof a, .out = to, .map = &map};
-    a.y = fmoe_ep_matrix(&y, c->rows[pass].back_recv, rows, ep->d.H, ep_exact(ep) ? FMOE_F32 : ep->d.dtype);
-    if (pass == FMOE_FORWARD && ep_exact(ep)) a.weights = fmoe_ep_matrix(&p, c->p, c->T, slots, FMOE_F32);
-    fmoe_run run = FMOE_RUN_INIT;
-    FMOE_TRY(fmoe_workspace_bytes(ep->sum, FMOE_FORWARD, c->T, &run.workspace_bytes));
-    if (!(run.workspace = fmoe_ep_alloc(ep, (int64_t)run.workspace_bytes, 1))) return FMOE_ERR_NOMEM;
-    const fmoe_status status = fmoe_unpermute_forward(ep->sum, &a, &run);
+    fmoe_unpermute_args a = {.size = sizeof a, .out = to};
+    a.map = fmoe_ep_list(ep, &map, c->map, c->T * slots);
+    a.y = fmoe_ep_matrix(ep, &y, c->rows[pass].back_recv, rows, ep->d.H, ep_back_type(ep));
+    if (pass == FMOE_FORWARD && ep_exact(ep)) a.weights = fmoe_ep_matrix(ep, &p, c->sum_p, c->T, slots, FMOE_F32);
+    fmoe_status status = fmoe_ep_run_plan(c, ep->sum, FMOE_FORWARD, c->T, &run);
+    if (!status) status = fmoe_unpermute_forward(ep->sum, &a, &run);
     fmoe_ep_free(ep, run.workspace);
     return status;
 }

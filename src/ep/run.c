@@ -34,14 +34,14 @@ static fmoe_status check_tensors(const fmoe_ep_call *c, fmoe_pass pass, int phas
     const int64_t T = c->T, H = ep->d.H, k = ep->d.k;
     const int dtype = ep->d.dtype;
     if (phase == PHASE_DISPATCH)
-        return pass == FMOE_FORWARD ? fmoe_ep_check_tensor("x", a->x, T, H, dtype, dtype)
-                                    : fmoe_ep_check_tensor("dout", a->dout, T, H, dtype, dtype);
+        return pass == FMOE_FORWARD ? fmoe_ep_check_tensor(ep, "x", a->x, T, H, dtype, dtype)
+                                    : fmoe_ep_check_tensor(ep, "dout", a->dout, T, H, dtype, dtype);
     if (phase != PHASE_COMBINE) return FMOE_OK;
-    if (pass == FMOE_FORWARD) return fmoe_ep_check_tensor("out", a->out, T, H, dtype, dtype);
+    if (pass == FMOE_FORWARD) return fmoe_ep_check_tensor(ep, "out", a->out, T, H, dtype, dtype);
     if (a->dx && !c->want_dx) return fmoe_fail(FMOE_ERR_ARG, "dx is given, but it was not when the backward began");
-    if (a->dx) FMOE_TRY(fmoe_ep_check_tensor("dx", a->dx, T, H, dtype, dtype));
+    if (a->dx) FMOE_TRY(fmoe_ep_check_tensor(ep, "dx", a->dx, T, H, dtype, dtype));
     if (!a->dweights) return FMOE_OK;
-    FMOE_TRY(fmoe_ep_check_tensor("dweights", a->dweights, T, k, FMOE_F32, dtype));
+    FMOE_TRY(fmoe_ep_check_tensor(ep, "dweights", a->dweights, T, k, FMOE_F32, dtype));
     if (T > 1 && fmoe_stride(a->dweights, 0) != k)
         return fmoe_fail(FMOE_ERR_STRIDE, "dweights has rows %" PRId64 " apart, must be compact: %" PRId64,
                          fmoe_stride(a->dweights, 0), k);
@@ -52,7 +52,7 @@ static fmoe_status check_tensors(const fmoe_ep_call *c, fmoe_pass pass, int phas
 
 static fmoe_status dispatch_first(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *a)
 {
-    if (pass == FMOE_FORWARD) return fmoe_ep_pairs(c);
+    if (pass == FMOE_FORWARD) return fmoe_ep_pairs_begin(c);
     c->want_dx = a->dx != NULL;
     return fmoe_ep_rows_alloc(c, FMOE_BACKWARD);
 }
@@ -104,6 +104,7 @@ static fmoe_status dispatch(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args 
 {
     FMOE_TRY(dispatch_first(c, pass, a));
     for (int64_t i = 0; i < c->ep->chunks; i++) FMOE_TRY(fmoe_ep_dispatch_begin(c, pass, i, rows_of(pass, a)));
+    if (pass == FMOE_FORWARD) FMOE_TRY(fmoe_ep_pairs_end(c));
     for (int64_t i = 0; i < c->ep->chunks; i++) FMOE_TRY(fmoe_ep_wait(c, i));
     return FMOE_OK;
 }
@@ -124,6 +125,7 @@ static fmoe_status phase(fmoe_ep_call *c, fmoe_pass pass, int which, const fmoe_
 {
     static fmoe_status (*const steps[])(fmoe_ep_call *, fmoe_pass, const fmoe_ep_args *) = {dispatch, compute, combine};
     FMOE_TRY(check_phase(c, pass, which, a));
+    c->stream = a->stream;
     fmoe_status status = c->ep->direct ? FMOE_OK : check_tensors(c, pass, which, a);
     if (!status && !c->ep->direct) status = steps[which - PHASE_DISPATCH](c, pass, a);
     if (!status && c->ep->direct && which == PHASE_COMBINE)
@@ -154,6 +156,7 @@ static fmoe_status overlapped(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_arg
     *at = PHASE_DISPATCH;
     FMOE_TRY(dispatch_first(c, pass, a));
     FMOE_TRY(fmoe_ep_dispatch_begin(c, pass, 0, rows_of(pass, a)));
+    if (pass == FMOE_FORWARD) FMOE_TRY(fmoe_ep_pairs_end(c));
     for (int64_t i = 0; i < chunks; i++) {
         *at = PHASE_DISPATCH;
         if (i + 1 < chunks) FMOE_TRY(fmoe_ep_dispatch_begin(c, pass, i + 1, rows_of(pass, a)));
@@ -173,6 +176,7 @@ static fmoe_status whole_pass(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_arg
 {
     int at = PHASE_DISPATCH;
     FMOE_TRY(check_phase(c, pass, PHASE_DISPATCH, a));
+    c->stream = a->stream;
     fmoe_status status = FMOE_OK;
     c->want_dx = pass == FMOE_BACKWARD && a->dx;
     for (int i = PHASE_DISPATCH; i <= PHASE_COMBINE && !c->ep->direct && !status; i++)

@@ -229,6 +229,30 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
     *device = (void *)0x1000; /* the same in every run */
     return cudaSuccess;
 }
+/* Of expert parallelism (ep_rows.cu), which is not recorded. */
+cudaError_t cudaMalloc(void **p, size_t bytes) { return (void)p, (void)bytes, result(cudaErrorMemoryAllocation); }
+cudaError_t cudaFree(void *p) { return p ? result(cudaErrorInvalidValue) : cudaSuccess; }
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t s)
+{
+    return (void)to, (void)from, (void)bytes, (void)kind, (void)s, result(cudaErrorNotSupported);
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t s) { return (void)s, result(cudaErrorNotSupported); }
+cudaError_t cudaStreamIsCapturing(cudaStream_t s, enum cudaStreamCaptureStatus *status)
+{
+    return (void)s, (void)status, result(cudaErrorNotSupported);
+}
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned flags)
+{
+    return (void)s, (void)e, (void)flags, result(cudaErrorNotSupported);
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned flags)
+{
+    return (void)e, (void)flags, result(cudaErrorNotSupported);
+}
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { return (void)e, (void)s, result(cudaErrorNotSupported); }
+cudaError_t cudaEventQuery(cudaEvent_t e) { return (void)e, result(cudaErrorNotSupported); }
+cudaError_t cudaEventDestroy(cudaEvent_t e) { return (void)e, result(cudaErrorNotSupported); }
+
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) { return (void)mode, cudaSuccess; }
 
 static cudaError_t entry_point(const char *name, void **function, enum cudaDriverEntryPointQueryResult *found)

@@ -10,6 +10,7 @@
 #include "tensors.h"
 
 enum { EP_RANKS = 8 };
+static int ep_multiple_h = 1, ep_multiple_i = 1; /* of H and I: kernels of a device want them */
 
 typedef struct ep_layer {
     fmoe_desc d;
@@ -78,7 +79,8 @@ static inline void ep_one_process(ep_layer *l)
     CHECK_STATUS(fmoe_saved_bytes(plan, T, &a.saved_bytes), FMOE_OK);
     if (back > run.workspace_bytes) run.workspace_bytes = back;
     run.workspace = test_alloc(run.workspace_bytes);
-    a.saved = test_alloc(a.saved_bytes);
+    a.saved = test_alloc(a.saved_bytes + 256); /* aligned as a device wants it */
+    a.saved = (char *)a.saved + (256 - (uintptr_t)a.saved % 256) % 256;
     ep_set_weights(&a.w, l->w, l->list, d->act < FMOE_ACT_SILU, d->I);
     CHECK_STATUS(fmoe_experts_forward(plan, &a, &run), FMOE_OK);
     a.dx = l->dx;
@@ -98,8 +100,9 @@ static inline ep_layer *ep_draw(int ranks, int dtype, int mode)
     *d = FMOE_DESC_INIT;
     d->op = FMOE_OP_EXPERTS;
     d->dtype = dtype;
-    d->H = 1 + test_below(90);
-    d->I = 1 + test_below(70);
+    d->H = ep_multiple_h * (1 + test_below(90 / fmoe_min(ep_multiple_h, 30)));
+    d->I = ep_multiple_i * (1 + test_below(70 / ep_multiple_i));
+    d->device.type = TEST_DEVICE;
     d->E = 1 + test_below(9);
     d->k = 1 + test_below(4);
     d->act = acts[test_below(5)];
@@ -109,7 +112,7 @@ static inline ep_layer *ep_draw(int ranks, int dtype, int mode)
     if (!l->list && test_below(3) == 0) d->flags |= FMOE_BIAS;
     if (!l->list && test_below(4) == 0 && d->act < FMOE_ACT_SILU) d->flags |= FMOE_INTERLEAVED;
     if (test_below(4) == 0) d->flags |= FMOE_RECOMPUTE;
-    if (test_below(4) == 0) d->flags |= FMOE_ROUND_STEPS;
+    if (test_below(4) == 0 && TEST_DEVICE == FMOE_CPU) d->flags |= FMOE_ROUND_STEPS;
     if (test_below(4) == 0) d->flags |= FMOE_REUSE_SAVED;
     if (test_below(3) == 0) {
         d->rank1 = test_below(4);

@@ -412,7 +412,7 @@ TEST(unknown_run_flags)
 {
     EACH_CALL(c)
     {
-        for (uint32_t bit = 16; bit; bit <<= 1) {
+        for (uint32_t bit = 2 * FMOE_NEW_WEIGHTS; bit; bit <<= 1) {
             c.run.flags = bit;
             expect(&c, "flags", FMOE_ERR_ARG, FMOE_ERR_ARG, "flags", NULL);
         }

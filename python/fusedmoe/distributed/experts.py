@@ -40,7 +40,9 @@ class ExpertParallel:
                           [range(r * num_experts // n, (r + 1) * num_experts // n) for r in range(n)]]  # fmt: skip
         self.capacity, self.timeout_ms = capacity, 0 if timeout is None else max(1, int(1000 * timeout))
         self.layers: dict[tuple, Any] = {}
-        self.tokens = torch.zeros(num_experts, dtype=torch.int64)  # slots of this rank's tokens, by expert
+        self._counted, self._one = torch.zeros(num_experts + 2, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        # On a device with a capacity: slots that the last call dropped, [1,1] there; elsewhere stats has the number.
+        self.dropped: Tensor | None = None
         # What the last call moved to and from other ranks: rows, (token, expert) pairs, bytes; slots that were dropped.
         self.stats: dict[str, int] = {}
 
@@ -49,17 +51,31 @@ class ExpertParallel:
         """The experts of this rank, in the order of its weights."""
         return self.placement[self.rank]
 
-    def layer(self, dtype: torch.dtype, sizes: tuple[int, ...], k: int, act: int, flags: int, alpha: float, limit: float) -> Any:
-        key = dtype, sizes, k, act, flags, alpha, limit, torch.get_num_threads()
+    def layer(self, x: Tensor, sizes: tuple[int, ...], k: int, act: int, flags: int, alpha: float, limit: float) -> Any:
+        key = x.dtype, x.device, sizes, k, act, flags, alpha, limit, torch.get_num_threads()
         if key not in self.layers:
             H, I, _, rank1, rank2 = sizes
-            desc = (ops.EXPERTS, checks.DTYPES[dtype], 1, 0, H, I, self.num_experts, k, 0, 0, 0, rank1, rank2, act, flags & ~ops._OWN,
+            exchange = self.exchange.on(x.device)
+            where = (1, 0) if x.is_cpu else (2, x.device.index or 0)
+            desc = (ops.EXPERTS, checks.DTYPES[x.dtype], *where, H, I, self.num_experts, k, 0, 0, 0, rank1, rank2, act, flags & ~ops._OWN,
                     alpha, limit, None, torch.get_num_threads())  # fmt: skip
             pairs = [(e, r) for r, on in enumerate(self.placement) for e in on]
             experts, ranks = ([*part] for part in zip(*pairs, strict=True))
-            self.layers[key] = _core.ep_create(desc, self.exchange, self.rank, self.ranks, experts, ranks, MODES[self.mode], self.chunks,
-                                               self.capacity, self.timeout_ms)  # fmt: skip
+            self.layers[key] = _core.ep_create(desc, exchange, self.rank, self.ranks, experts, ranks, MODES[self.mode], self.chunks,
+                                               self.capacity, self.timeout_ms, exchange.on_device)  # fmt: skip
         return self.layers[key]
+
+    def count(self, ids: Tensor) -> None:
+        """Add to `tokens`. Skip marks are counted before and after the experts: nothing waits for a device."""
+        if self._counted.device != ids.device:
+            self._counted, self._one = self._counted.to(ids.device), self._one.to(ids.device)
+        flat = ids.reshape(-1).clamp(-1, self.num_experts).add_(1)
+        self._counted.scatter_add_(0, flat if flat.dtype == torch.int64 else flat.long(), self._one.expand(flat.numel()))
+
+    @property
+    def tokens(self) -> Tensor:
+        """Slots of this rank's tokens, by expert, since the start or the last reset."""
+        return self._counted[1:-1]
 
     def __getstate__(self) -> dict:
         raise TypeError("an ExpertParallel belongs to a running process group: save distributed.state_dict(model), and shard again")
@@ -77,10 +93,11 @@ class _Experts(torch.autograd.Function):
                 ids: Tensor, p: Tensor, *tensors: Tensor) -> Tensor:  # fmt: skip
         w, (act, flags) = tensors[:n], layer[:2]
         sizes = coded[0] if coded else ops.layer_sizes(w, act, flags, x.shape[1])
-        plan = ep.layer(x.dtype, sizes, ids.shape[1], act, flags | (operators.QUANT if coded else 0), *layer[2:])
+        plan = ep.layer(x, sizes, ids.shape[1], act, flags | (operators.QUANT if coded else 0), *layer[2:])
         ready, _ = autograd._ready(w, scales, x, flags)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-        call = _core.ep_forward(plan, ops._form(act, flags), not wanted, x, ids, p, [*ready] if ep.local else None, out,
+        ep.dropped = None if x.is_cpu or not ep.capacity else torch.empty(1, 1, dtype=torch.int64, device=x.device)
+        call = _core.ep_forward(plan, ops._form(act, flags), not wanted, x, ids, p, [*ready] if ep.local else None, out, ep.dropped,
                                 *_scales(scales), _quants(coded, tensors[n:], flags))  # fmt: skip
         ep.stats = _core.ep_stats(call)
         if wanted:
@@ -124,9 +141,9 @@ def _quants(coded: tuple | None, parts: Sequence[Tensor], flags: int) -> tuple |
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
             limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
     """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without
-    tokens. On the CPU. Quantised weights have the same format on every rank."""
-    if not x.is_cpu:
-        raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU")
+    tokens. On the CPU and CUDA. Quantised weights have the same format on every rank."""
+    if not (x.is_cpu or x.is_cuda):
+        raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU and CUDA")
     act, flags = checks.code("experts", "act", Activation, act), int(flags)
     dtype, is_coded, coded = autograd.compute_dtype(x, w[0]), quantised.is_quantised(w), None
     w = [t if t.dtype == dtype or quantised.is_quantised([t]) else t.to(dtype) for t in w]
@@ -137,8 +154,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         w, flags = quantised.upright(w, flags) if flags & ops.TRANSPOSED else (w, flags)
         w, parts, about, zeros = quantised.split(w, act, flags)
         coded = sizes, about, zeros
-    known = ids[(ids >= 0) & (ids < ep.num_experts)]
-    ep.tokens += torch.bincount(known.reshape(-1), minlength=ep.num_experts)
+    ep.count(ids)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any(t.requires_grad for t in w))
     given = xc.contiguous(), ids.contiguous(), p.contiguous(), *w, *parts
     out = _Experts.apply(ep, (act, flags, alpha, limit), scales, coded, n, wanted, *given)

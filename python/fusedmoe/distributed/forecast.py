@@ -54,9 +54,10 @@ class Layer:
     element: int = 2  # bytes
     mode: str = "exact"
     chunks: int = 1
+    back: int = 4  # bytes of an element of the rows that come back in the exact mode: f32 on the CPU, the layer's dtype on a device
 
 
-QWEN3_30B = Layer(4096, 2048, 768, 128, 8)
+QWEN3_30B = Layer(4096, 2048, 768, 128, 8, back=2)
 
 
 def ranks_of_a_token(E: int, k: int, ranks: int) -> float:
@@ -66,12 +67,12 @@ def ranks_of_a_token(E: int, k: int, ranks: int) -> float:
 
 
 def traffic(layer: Layer, ranks: int) -> dict[str, float]:
-    """Bytes that a rank sends in a forward, as fusedmoe does it and as others would: rows once for each (token, rank), back a row in
-    f32 for each (token, expert) (exact) or one in the layer's dtype for each (token, rank) (lean)."""
+    """Bytes that a rank sends in a forward, as fusedmoe does it and as others would: rows once for each (token, rank), back a row
+    for each (token, expert) (exact) or one in the layer's dtype for each (token, rank) (lean)."""
     away = (ranks - 1) / ranks
     rows, pairs = layer.T * ranks_of_a_token(layer.E, layer.k, ranks) * away, layer.T * layer.k * away
     row = layer.H * layer.element
-    back = pairs * layer.H * 4 if layer.mode == "exact" else rows * row
+    back = pairs * layer.H * layer.back if layer.mode == "exact" else rows * row
     own = dict(counts=(ranks - 1) * 8 * (3 + 2 * layer.chunks), pairs=8 * pairs, out=rows * row, back=back)
     return dict(own, total=sum(own.values()), k_rows=2 * pairs * row, all_gather=2 * layer.T * (ranks - 1) * row)
 

@@ -271,13 +271,11 @@ FMOE_API size_t fmoe_plan_describe(fmoe_plan plan, char *text, size_t n);
 
 /* fmoe_run.flags */
 enum {
-    FMOE_ACCUMULATE = 1, /* backward: every gradient in dw (dw, dbias, dw_router) is added to, not overwritten */
-    FMOE_ADD_OUT = 2,    /* experts forward: out is added to */
-    FMOE_ADD_DX = 4,     /* experts, block and grouped matmul backward: dx is added to */
-    FMOE_REPLAY = 8,     /* route forward: ids are an input (recorded routing); weights are computed for them */
-    /* experts backward, CPU and CUDA: weights are others than the forward had (expert parallelism's had ones). A saved
-     * state that keeps them is written to. */
-    FMOE_NEW_WEIGHTS = 16
+    FMOE_ACCUMULATE = 1,  /* backward: every gradient in dw (dw, dbias, dw_router) is added to, not overwritten */
+    FMOE_ADD_OUT = 2,     /* experts forward: out is added to */
+    FMOE_ADD_DX = 4,      /* experts, block and grouped matmul backward: dx is added to */
+    FMOE_REPLAY = 8,      /* route forward: ids are an input (recorded routing); weights are computed for them */
+    FMOE_NEW_WEIGHTS = 16 /* experts backward, CPU and CUDA: weights the forward had not; saved may be written to */
 };
 
 /* Ascend: call launch(arg) once, in the order of these calls, now or later, on any thread, and answer 0; or answer

@@ -28,6 +28,7 @@ LAYERS = {
     "src/cpu/kernels/x86": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/x86/*"],
     "src/cpu/kernels/arm": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/arm/*"],
     "src/cuda": BACKEND + ["cuda/*", "sm80/*", "sm90/*"],
+    "src/cuda/ep": BACKEND + ["cuda/*"],
     "src/cuda/sm80": BACKEND + ["cuda/*"],
     "src/cuda/sm90": BACKEND + ["cuda/*"],
     "src/ascend": BACKEND + ["ascend/*", "cann/*"],

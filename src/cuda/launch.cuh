@@ -43,7 +43,7 @@ enum When { WAITS, OVERLAPPED };
     X(COMBINE,      OVERLAPPED, false)                                                                   \
     X(SCATTER,      WAITS,      false)                                                                   \
     X(ZERO,         WAITS,      false)                                                                   \
-    X(EP,           WAITS,      false) /* ep_rows.cu */                                                  \
+    X(EP,           WAITS,      false) /* ep/ep_rows.cu, FMOE_NEW_WEIGHTS */                             \
     X(DOT,          WAITS,      false)                                                                   \
     X(DP,           OVERLAPPED, false) /* gradients of routing weights, from their parts */              \
     X(DP_BIAS,      WAITS,      false) /* and where W2 has a bias */                                     \

@@ -60,7 +60,7 @@ fmoe_status gmm_backward(const fmoe_plan_impl *, const fmoe_gmm_args *, const fm
 fmoe_status activation_forward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
 fmoe_status activation_backward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
 
-extern const struct fmoe_device_ops fmoe_cuda_device; // ep_rows.cu
+extern const struct fmoe_device_ops fmoe_cuda_device; // ep/ep_rows.cu
 
 // rowmap.cu: other weights for the same rows
 void rowmap_weigh(const View &p, int64_t T, int64_t k, const RowMap &m, Stream &s);

@@ -5,7 +5,7 @@
 // by it with the sort of the layer itself (rowmap.cu), stable and without atomics in the result. Away: the row of a
 // pair is the number of pairs before it that begin one. With a capacity every place is known beforehand, and one sort
 // does.
-#include "ops.cuh"
+#include "cuda/ops.cuh"
 
 extern "C" {
 #include "device.h"

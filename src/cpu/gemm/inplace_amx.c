@@ -114,7 +114,8 @@ static void inplace_multiply(const fmoe_cpu_plan *cpu, const fmoe_scratch *s, co
     if (v->coded) {
         const int64_t apart = fmoe_ceil_div(v->K, 32) * 32;
         const fmoe_code_block now = {v, n0, n, 0, v->K};
-        fmoe_decode(cpu, &now, s->decoded, apart);
+        /* A swapped stack is k-major where its rows have one code each: these are one column, one after another. */
+        fmoe_decode(cpu, &now, s->decoded, v->coded->swap ? 1 : apart);
         cpu->k.gemm_inplace(rows, v->K, tiles, s->decoded, apart * 2, n, c, FMOE_NB, NULL);
         return;
     }

@@ -227,6 +227,20 @@ def h200_layers() -> str:
     return table("shape (H, I, E, k), T | " + " | ".join(head) + " | dense | % of dense | to the best other", rows)
 
 
+def h200_shares() -> str:
+    """Ours in the newest run, as a share of dense there; SonicMoE's share in its own two."""
+    rows = []
+    for model, T in SHAPES:
+        rate = lambda run, impl, p, m=model, t=T: one("h200_layers", "tflops", run=run, regime="held", impl=impl, model=m, T=t, **{"pass": p})
+        share = lambda run, impl, p, of=rate: 100 * of(run, impl, p) / of(run, "dense", p)
+        ours = [share("peers.py", "fusedmoe", p) for p in PASSES]
+        theirs = [mean(share(run, "sonicmoe", p) for run in ("peers A", "peers B")) for p in PASSES]
+        cell = lambda found, form="{:.1f}": " / ".join(form.format(v) for v in found)
+        rates = [cell([rate("peers.py", i, p) for p in PASSES], "{:.0f}") for i in ("fusedmoe", "dense")]
+        rows.append([f"{model}, {T}", *rates, cell(ours), cell(theirs), cell([a / b for a, b in zip(ours, theirs, strict=True)], "{:.2f}")])
+    return table("shape, T | fusedmoe | dense | % of dense | SonicMoE, % of dense | ratio", rows)
+
+
 def h200_graph() -> str:
     rate = lambda impl, T, p: one("h200_layers", "tflops", regime="cuda graph", impl=impl, T=T, **{"pass": p})
     rows = []
@@ -265,16 +279,10 @@ def h200_memory() -> str:
 
 
 def forward_memory() -> str:
-    more = [
-        (
-            f"{r['model']}, T = {r['T']}",
-            float(r["peak_mib"]) / one("h200_forward_memory", "peak_mib", impl="sonicmoe", model=r["model"], T=r["T"]),
-        )
-        for r in pick("h200_forward_memory", impl="fusedmoe")
-    ]
-    large = ", ".join(f"{v:.1f} times at {n}" for n, v in more if v > 1.1)
-    rest = 100 * max(v - 1 for _, v in more if v <= 1.1)
-    return f"Peak memory of a forward without gradients, beside SonicMoE's: {large}; elsewhere at most {rest:.0f} % more."
+    """Of the newest run that measured it: rows come in the order of time."""
+    newest = {(r["model"], r["T"]): float(r["peak_mib"]) for r in pick("h200_forward_memory", impl="fusedmoe")}
+    over = [mib / one("h200_forward_memory", "peak_mib", impl="sonicmoe", model=m, T=T) - 1 for (m, T), mib in newest.items()]
+    return f"Peak memory of a forward without gradients: {100 * min(over):.1f} to {100 * max(over):.1f} % more than SonicMoE's."
 
 
 def h200_decode() -> str:
@@ -356,8 +364,8 @@ def h200_gmm() -> str:
 
 def h200_errors() -> str:
     tensors = ("out", "dx", "dp", "dW1", "dW2")
-    impls = dict.fromkeys(r["impl"] for r in load("h200_errors"))
-    rows = ([NAMES[i], *(pick("h200_errors", impl=i, tensor=t)[0]["relative_l2"] for t in tensors)] for i in impls)
+    impls, same = dict.fromkeys(r["impl"] for r in load("h200_errors")), dict(model="Qwen3-30B-A3B", T=16384)
+    rows = ([NAMES[i], *(pick("h200_errors", impl=i, tensor=t, **same)[-1]["relative_l2"] for t in tensors)] for i in impls)
     return table("| " + " | ".join(tensors), rows)
 
 
@@ -548,6 +556,7 @@ TABLES: dict[str, Callable[[], str]] = {
         limits,
         machines,
         h200_layers,
+        h200_shares,
         h200_graph,
         h200_goals,
         h200_memory,

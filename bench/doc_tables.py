@@ -231,7 +231,10 @@ def h200_shares() -> str:
     """Ours in the newest run, as a share of dense there; SonicMoE's share in its own two."""
     rows = []
     for model, T in SHAPES:
-        rate = lambda run, impl, p, m=model, t=T: one("h200_layers", "tflops", run=run, regime="held", impl=impl, model=m, T=t, **{"pass": p})
+        if not pick("h200_layers", run="peers.py", impl="fusedmoe", model=model, T=T):
+            continue
+        same = dict(regime="held", model=model, T=T)
+        rate = lambda run, impl, p, same=same: one("h200_layers", "tflops", run=run, impl=impl, **same, **{"pass": p})
         share = lambda run, impl, p, of=rate: 100 * of(run, impl, p) / of(run, "dense", p)
         ours = [share("peers.py", "fusedmoe", p) for p in PASSES]
         theirs = [mean(share(run, "sonicmoe", p) for run in ("peers A", "peers B")) for p in PASSES]

@@ -83,7 +83,6 @@ static void coded_part(Coded *c, int i, const Layer &l, const fmoe_tensor *codes
     const float *const table = fmoe_code_table(q->code, q->lut);
     for (int j = 0; small && j < 16; j++) m.table[j] = table[j] - q->zero;
     m.vectors = K % 8 == 0 && q->group_cols % 8 == 0 && rows_ok(codes, list, l.E, small ? 4 : 8);
-    m.streams = K % (small ? 32 : 16) == 0 && rows_ok(codes, list, l.E, 16) && rows_ok(q->scale, list, l.E, 4);
     c->part[i] = m;
     c->parts = i + 1;
 }

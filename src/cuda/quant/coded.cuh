@@ -32,7 +32,6 @@ struct CodedMatrix {
     float zero;             // of 8 bits
     float table[16];        // of 4 bits: values, the constant zero point subtracted
     bool vectors;           // rows of codes begin at whole words, groups have whole eights of them
-    bool streams;           // rows of codes are whole 16 bytes, rows of scales begin at words (decode_codes.cu)
 };
 
 // A launch: experts first ... first + n - 1 that have rows, [n, N, K] at `out`.

@@ -2,7 +2,7 @@
 """Few tokens through the experts of several models, on CUDA: microseconds a layer in a CUDA graph, routing given, and in brackets
 the ratio to reading the weights that are touched at --bandwidth.
 
-    python bench/decode.py [--models gpt-oss-20b,Mixtral] [--T 1,2,4,8,16,32,64] [--bandwidth 4.28e12]
+    python bench/decode.py [--models gpt-oss-20b,Mixtral] [--T 1,2,4,8,16,32,64] [--bandwidth 4.28e12] [--same-bits]
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--T", default="1,2,4,8,16,32,64")
     parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second; the default is an H200's copy bandwidth")
+    parser.add_argument("--same-bits", action="store_true", help="the kernels whose bits do not depend on the batch")
     o = parser.parse_args()
     tokens = [int(t) for t in o.T.split(",")]
     if not torch.cuda.is_available():
@@ -88,6 +89,7 @@ def main() -> None:
     print("| T |", " | ".join(map(str, tokens)), "|\n|---|" + "---|" * len(tokens))
     for name in o.models.split(","):
         H, I, E, k, act, flags, rank = (*MODELS[name], 0)[:7]
+        flags |= ops.SAME_BITS if o.same_bits else 0
         w, C = weights(H, I, E, act, flags), 2 * I if act < ops.SILU else I
         lora = [(normal(E, rank, H), normal(E, C, rank)), (normal(E, rank, I), normal(E, H, rank))] if rank else []
         cells = [clock(T, H, I, E, k, act, flags, w, lora) for T in tokens]

@@ -220,7 +220,12 @@ enum {
      * so that the backward moves the fewest bytes, or h alone, a quarter of it. Neither: FMOE_ASCEND_KEEP, else all.
      * CPU, CUDA: no effect, they keep h. */
     FMOE_KEEP_ALL = 1024,
-    FMOE_KEEP_LEAN = 2048
+    FMOE_KEEP_LEAN = 2048,
+    /* Experts and block: a token's out, dx and gradients of its routing weights have the same bits in any batch, of any
+     * size and at any place in it; out also with and without saved state (but for lists with adapters whose H or I is
+     * not a multiple of 8). CUDA: fewer tokens than fmoe_plan_describe says take longer, and interleaved weights
+     * [in,out]. CPU: no effect, it is always so. Ascend refuses it. */
+    FMOE_SAME_BITS = 4096
 };
 
 typedef struct fmoe_desc {

@@ -59,7 +59,7 @@ fmoe_status fmoe_block_build(fmoe_plan_impl *p)
     experts.op = shared_expert.op = FMOE_OP_EXPERTS;
     experts.flags &= ~(uint32_t)FMOE_SHARED_GATE;
     shared_expert.flags = d->flags & (FMOE_RECOMPUTE | FMOE_REUSE_SAVED | FMOE_INTERLEAVED | FMOE_BIAS |
-                                      FMOE_ROUND_STEPS | FMOE_KEEP_ALL | FMOE_KEEP_LEAN | FMOE_QUANT);
+                                      FMOE_ROUND_STEPS | FMOE_KEEP_ALL | FMOE_KEEP_LEAN | FMOE_QUANT | FMOE_SAME_BITS);
     shared_expert.E = shared_expert.k = 1;
     shared_expert.rank1 = shared_expert.rank2 = 0;
     shared_expert.I = d->shared_I;

@@ -159,7 +159,7 @@ static fmoe_status check_desc(const fmoe_desc *d)
 {
     const uint32_t known = FMOE_INTERLEAVED | FMOE_BIAS | FMOE_RECOMPUTE | FMOE_SKIP_NEG1 | FMOE_SKIP_E |
                            FMOE_SHARED_GATE | FMOE_ROUND_STEPS | FMOE_REUSE_SAVED | FMOE_BORROW_DW1 | FMOE_KEEP_ALL |
-                           FMOE_KEEP_LEAN | FMOE_QUANT;
+                           FMOE_KEEP_LEAN | FMOE_QUANT | FMOE_SAME_BITS;
     if (d->dtype < FMOE_F32 || d->dtype > FMOE_F64)
         return fmoe_fail(FMOE_ERR_DTYPE, "dtype is %d, must be a value of fmoe_dtype (1 to 4)", d->dtype);
     if (d->flags & ~known)
@@ -168,6 +168,9 @@ static fmoe_status check_desc(const fmoe_desc *d)
         return fmoe_fail(FMOE_ERR_ARG, "flags 0x%x has FMOE_KEEP_ALL and FMOE_KEEP_LEAN: one of them", d->flags);
     if ((d->flags & FMOE_ROUND_STEPS) && d->device.type != 0 && d->device.type != FMOE_CPU)
         return fmoe_fail(FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS is for the CPU, device.type is %d", d->device.type);
+    if ((d->flags & FMOE_SAME_BITS) && d->device.type != 0 && d->device.type != FMOE_CPU && d->device.type != FMOE_CUDA)
+        return fmoe_fail(FMOE_ERR_UNSUPPORTED, "FMOE_SAME_BITS is for the CPU and CUDA, device.type is %d",
+                         d->device.type);
     if (d->threads < 0 || d->threads > 65536)
         return fmoe_fail(FMOE_ERR_ARG, "threads is %d, must be between 0 and 65536", d->threads);
     const bool layer = d->op == FMOE_OP_EXPERTS || d->op == FMOE_OP_BLOCK;

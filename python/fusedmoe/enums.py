@@ -44,5 +44,6 @@ class Flag(IntFlag):
     BORROW_DW1 = 1 << 8  # the backward computes in the memory of W1's gradient
     KEEP_ALL = 1 << 10  # an NPU keeps everything for the backward
     KEEP_LEAN = 1 << 11  # an NPU keeps h alone for the backward, a quarter
+    SAME_BITS = 1 << 12  # on CUDA: a token's bits in any batch, for few tokens at some cost
     LIST = 1 << 16  # one matrix an expert: gates, ups, downs
     TRANSPOSED = 1 << 17  # stacks are [E,in,out]

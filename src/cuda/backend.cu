@@ -202,17 +202,9 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                          "expert 256 features x up to %d tokens\n"
                          "weights that are not 16-byte aligned, or in lists of unequal strides: sm80, 64x128 tiles\n"
                          "activation: in the products (dh by a warpgroup of its own); of weights [in,out] separate "
-                         "kernels where they are not gated, or interleaved and between 64 and %d rows an expert\n",
-                         plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS, FMOE_CUDA_TOKENS_BELOW);
-        const bool lora = p->d.rank1 || p->d.rank2,
-                   ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
-        int64_t most = 0, cols = lora ? 0 : fmoe_cuda_most_decode_nmajor(&plan->shape);
-        while (ranks && fmoe_cuda_use_decode(&plan->shape, most + 1)) most++;
-        if (most)
-            used += snprintf(
-                line + used, sizeof line - (size_t)used,
-                "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
-                (long long)most, (long long)cols);
+                         "kernels where they are not gated, or interleaved and between 64 and %d rows an expert%s\n",
+                         plan->why, FMOE_CUDA_TOKENS_BELOW, 16 * FMOE_CUDA_TOKEN_UNITS, FMOE_CUDA_TOKENS_BELOW,
+                         p->d.flags & FMOE_SAME_BITS ? " and not SwiGLU" : "");
     } else if (p->d.op == FMOE_OP_EXPERTS || p->d.op == FMOE_OP_GROUPED_MATMUL) {
         if (plan->stages)
             used += snprintf(line + used, sizeof line - (size_t)used,
@@ -233,6 +225,27 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                          "quantised weights: the experts that have rows are decoded into a ring in the workspace ahead "
                          "of each product, %lld of W1 at a time\n",
                          (long long)some);
+    }
+    if (p->d.op == FMOE_OP_EXPERTS) {
+        const bool lora = p->d.rank1 || p->d.rank2,
+                   ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
+        int64_t most = 0, cols = lora ? 0 : fmoe_cuda_most_decode_nmajor(&plan->shape);
+        while (ranks && (plan->path == FMOE_PATH_SM90 || plan->stages) && fmoe_cuda_use_decode(&plan->shape, most + 1))
+            most++;
+        if (most)
+            used += snprintf(
+                line + used, sizeof line - (size_t)used,
+                "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
+                (long long)most, (long long)cols);
+        if (p->d.flags & FMOE_SAME_BITS)
+            snprintf(line + used, sizeof line - (size_t)used,
+                     "same bits for any batch: a token's out, dx and gradients of its routing weights\n");
+        else
+            snprintf(
+                line + used, sizeof line - (size_t)used,
+                "same bits for any batch from T = %lld on, but for interleaved weights [in,out]; FMOE_SAME_BITS: for "
+                "all\n",
+                (long long)most + 1);
     }
     return (size_t)snprintf(text, n, "%s", line);
 }

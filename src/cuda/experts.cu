@@ -9,7 +9,7 @@
 //
 // Adapters: before a product its rows pass through one factor, into rows of `rank` columns, which with the other factor
 // are further steps of the product. l1 = x A1 is kept too; p*l2 is made of p*a.
-#include "sm80/decode.cuh"
+#include "decode/decode.cuh"
 #include "ops.cuh"
 #include "quant/coded.cuh"
 #include "quant/narrow.cuh"
@@ -60,7 +60,7 @@ struct Forward {
     RowMap map;
     Ready *ready;
     Lists lists;
-    int *part;
+    int *part, *done;
     void *a, *h, *y;
     Rows l1, l2;
     Quant quant;
@@ -71,6 +71,7 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     Forward f = {};
     f.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(l.R, l.E), 4);
     f.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
+    f.done = (int *)fmoe_carve_take(c, fmoe_ceil_div(l.H, 16), 4);
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
@@ -139,6 +140,7 @@ static Layer make_layer(const fmoe_plan_impl *p, int64_t T, Stream *stream)
     l.k = p->d.k;
     l.R = T * p->d.k;
     l.rows = fmoe_cuda_rows(l.R, l.E, FMOE_CUDA_ALIGN);
+    l.same_bits = p->d.flags & FMOE_SAME_BITS;
     l.act = fast_act(p->d.act, p->d.act_alpha, p->d.act_limit);
     l.status = FMOE_OK;
     return l;
@@ -378,7 +380,7 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *gi
     const bool decode = !a->saved && !quant && fmoe_cuda_use_decode(&plan->shape, l.T),
                narrowed = decode && narrow_factors(p->d, a, nullptr, f.narrow, &args.w, stream);
     stream.overlap &= !narrowed; // decode kernels begin to read before the launch before them has ended
-    if (decode && decode_run(p, a, run, DecodeScratch{f.a, f.h, {f.l1.p, f.l2.p}}, stream))
+    if (decode && decode_run(p, a, run, DecodeScratch{f.a, f.y, f.done, f.h, {f.l1.p, f.l2.p}}, stream))
         return fmoe_cuda_launched("experts forward (decode)");
     stream.overlap = plan->cc >= 90;
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);

@@ -311,8 +311,9 @@ bool up_pairs_ok(const Layer &l, const void *x, int64_t ldx, const Weight &w1, c
 {
     if (l.plan->path != FMOE_PATH_SM90) return mma_pairs_ok(l, x, ldx, w1, lora);
     const bool bias = !b1.p || (b1.n == 1 && b1.g % 2 == 0 && (uintptr_t)b1.p % 4 == 0); // read two at a time
-    return l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && fmoe_cuda_use_pairs(l.R, l.all) &&
-           bias && gather_ok(x, ldx) && map_ok(l, w1.whole, true) && lora_ok(l, lora, 1, true);
+    return l.interleaved && w1.single && l.act.kind <= FAST_CLAMP && l.I % 64 == 0 && bias &&
+           (l.same_bits || fmoe_cuda_use_pairs(l.R, l.all)) && gather_ok(x, ldx) && map_ok(l, w1.whole, true) &&
+           lora_ok(l, lora, 1, true);
 }
 
 // Gates and ups of one tensor, up after gate at one distance.
@@ -381,7 +382,8 @@ bool dh_fused_ok(const Layer &l, const void *dout, int64_t ldd, const Weight &w2
     if (l.plan->path != FMOE_PATH_SM90) return mma_dh_ok(l, dout, ldd, w2, lora);
     const bool columns = by_columns(w2.whole);
     // Gate and up as neighbours, with few rows: 1 to 2 % slower.
-    const bool order = !l.interleaved || (l.act.kind <= FAST_CLAMP && !fmoe_cuda_use_tokens(l.R, l.all));
+    const bool order =
+        !l.interleaved || (l.act.kind <= FAST_CLAMP && (l.same_bits || !fmoe_cuda_use_tokens(l.R, l.all)));
     return order && w2.single && map_ok(l, w2.whole, columns) && gather_ok(dout, ldd) && lora_ok(l, lora, 1, columns);
 }
 

@@ -24,6 +24,7 @@ struct Layer {
     int64_t all;                        // experts of the layer, of which these are E
     bool chunk;                         // they were just decoded (quant/)
     bool interleaved;                   // gate and up alternate in h
+    bool same_bits;                     // FMOE_SAME_BITS
     bool ragged;                        // groups begin and end anywhere (grouped matmul)
     FastAct act;
     RowMap map;

@@ -355,6 +355,7 @@ void check_permute();
 void check_gmm();
 void check_activation();
 void check_experts(int cases);
+void check_batch();
 void check_special();
 void check_quant(int cases);
 void check_big();

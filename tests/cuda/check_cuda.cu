@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // check_cuda.cu - the CUDA backend against the reference, operation by operation, through the backend tables.
 //
-//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation experts quant special;
-//   big only when named
+//   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation batch experts quant
+//   special; big only when named
 #include "check.cuh"
 
 #include <ctime>
@@ -62,6 +62,7 @@ int main(int argc, char **argv)
     if (on("permute")) check_permute();
     if (on("gmm")) check_gmm();
     if (on("activation")) check_activation();
+    if (on("batch")) check_batch();
     if (on("special")) check_special();
     if (want.count("big")) check_big();
     if (on("experts")) check_experts(cases);

@@ -432,6 +432,18 @@ static void named()
     experts("four tokens, weights [in,out]", [](X c) { c.T = 4, c.nmajor1 = c.nmajor2 = c.inference = true; });
     experts("four tokens, lists", [](X c) { c.T = 4, c.list = true, c.scatter = 1, c.inference = true; });
     experts("one token, adapters", [](X c) { c.T = 1, c.rank1 = c.rank2 = 16, c.inference = true; });
+    experts("one token, same bits", [](X c) { c.T = 1, c.flags = FMOE_SAME_BITS, c.inference = true; });
+    experts("16 tokens, same bits", [](X c) { c.T = 16, c.flags = FMOE_SAME_BITS, c.inference = true; });
+    experts("four tokens, weights [in,out], same bits",
+            [](X c) { c.T = 4, c.flags = FMOE_SAME_BITS, c.nmajor1 = c.nmajor2 = c.inference = true; });
+    experts("four tokens, lists, same bits",
+            [](X c) { c.T = 4, c.flags = FMOE_SAME_BITS, c.list = true, c.scatter = 1, c.inference = true; });
+    experts("one token, adapters, same bits",
+            [](X c) { c.T = 1, c.flags = FMOE_SAME_BITS, c.rank1 = c.rank2 = 16, c.inference = true; });
+    experts("gate and up as neighbours, weights [in,out], same bits", [](X c) {
+        c.T = 1024, c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED | FMOE_SAME_BITS,
+        c.act = FMOE_ACT_SWIGLU_OAI, c.nmajor1 = c.nmajor2 = true;
+    });
     typedef Groups &G;
     gmm("grouped matmul", [](G) {});
     gmm("grouped matmul, biases, gradients of f32 that are added to",
@@ -447,6 +459,8 @@ static void named()
     experts("compute capability 8.0, adapters, h is computed again",
             [](X c) { c.rank1 = c.rank2 = 16, c.flags = FMOE_RECOMPUTE; });
     experts("compute capability 8.0, four tokens", [](X c) { c.T = 4, c.inference = true; });
+    experts("compute capability 8.0, four tokens, same bits",
+            [](X c) { c.T = 4, c.flags = FMOE_SAME_BITS, c.inference = true; });
     gmm("compute capability 8.0, grouped matmul", [](G c) { c.bias = true; });
     experts("compute capability 8.0, biases, gate and up as neighbours, weights [in,out]", [](X c) {
         c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI,

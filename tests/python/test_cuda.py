@@ -67,6 +67,40 @@ def test_adapters(form, dtype, sizes, rank):
         assert rel(fusedmoe.experts(*given, act, flags, lora=(lora[:2], lora[2:])), wanted[0].cuda()) < 2 * BOUND[dtype]
 
 
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [(512, 256, 32, 4), (512, 192, 4, 2), ODD], ids=str)
+def test_a_token_has_the_same_bits_in_any_batch(form, sizes, rank):
+    (act, flags), (H, I, E, _) = FORMS[form], sizes
+    flags |= ops.SAME_BITS
+    x, ids, p, w = layer(1000, *sizes, act=act, flags=flags)
+    g, C = torch.Generator().manual_seed(9), 2 * I if act < ops.SILU else I
+    shapes = ((E, rank, H), (E, C, rank), (E, rank, I), (E, H, rank)) if rank else ()
+    lora = [(torch.randn(s, generator=g) / s[-1] ** 0.5).to("cuda", x.dtype) for s in shapes]
+    how = (w, act, flags, 0.0, 0.0, (lora[:2], lora[2:]) if lora else ())
+    dout = torch.randn(1000, H, generator=g).to("cuda", x.dtype)
+
+    def run(rows, x=x, w=how):
+        """out and the gradients of x and p for those rows; out without anything saved."""
+        mine = [t[rows].detach().requires_grad_() for t in (x, p)]
+        with torch.no_grad():
+            alone = fusedmoe.experts(mine[0], ids[rows], mine[1], *w)
+        out = fusedmoe.experts(mine[0], ids[rows], mine[1], *w)
+        return alone, out, *torch.autograd.grad(out, mine, dout[rows])
+
+    whole = run(torch.arange(1000))
+    assert torch.equal(*whole[:2])
+    for T in (1, 2, 8, 16, 17, 32, 64, 256):
+        rows = torch.randperm(1000, generator=g)[:T]
+        for got, wanted in zip(run(rows), whole, strict=True):
+            assert torch.equal(got, wanted[rows])
+    if flags & (ops.LIST | ops.TRANSPOSED) or lora or H < 64:
+        return
+    order = torch.cat((torch.arange(16, H), torch.arange(16))).cuda()  # the control: another order of the sums over k
+    turned = run(torch.arange(1000), x[:, order], ([w[0][..., order], *w[1:]], *how[1:]))
+    assert not torch.equal(turned[0], whole[0])
+
+
 class Mlp(torch.nn.Module):
     def __init__(self, H, I):
         super().__init__()

@@ -12,6 +12,7 @@ import transformers
 
 import fusedmoe
 from common import FAMILIES, V5, set_implementation, step, tiny, train, worst
+from fusedmoe import ops
 from fusedmoe.kernels import apply_kernel
 
 OLD = tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (4, 57)  # these two fail there by themselves
@@ -95,6 +96,27 @@ def test_copies_and_pickles():
     torch.save(model, file)
     file.seek(0)
     assert worst(step(torch.load(file, weights_only=False), IDS), want) == 0.0
+
+
+@pytest.mark.parametrize("keep", [None, "nothing"])
+def test_same_bits(keep):
+    """The plans of the layers have the flag, and on a CPU it changes nothing."""
+    model = fusedmoe.apply(tiny("Qwen3Moe"), keep=keep)
+    want = step(model, IDS)
+    asked, plan = [], ops._plan
+
+    def plans(op, *args, **kwargs):
+        if op == ops.EXPERTS:
+            asked.append(args[13])
+        return plan(op, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "_plan", plans)
+        assert worst(step(fusedmoe.apply(model, keep=keep, same_bits=True), IDS), want) == 0.0
+        assert asked and all(flags & ops.SAME_BITS for flags in asked)
+        asked.clear()
+        step(fusedmoe.apply(model, keep=keep), IDS)
+        assert asked and not any(flags & ops.SAME_BITS for flags in asked)
 
 
 def test_gradient_checkpointing():

@@ -40,6 +40,7 @@ TEST(row16_plan_arguments)
     REFUSE(d.flags = 1u << 31, FMOE_ERR_ARG, "flags", "0x80000000");
     REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_CUDA, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "2");
     REFUSE(d.flags = FMOE_ROUND_STEPS; d.device.type = FMOE_ASCEND, FMOE_ERR_UNSUPPORTED, "FMOE_ROUND_STEPS", "12");
+    REFUSE(d.flags = FMOE_SAME_BITS; d.device.type = FMOE_ASCEND, FMOE_ERR_UNSUPPORTED, "FMOE_SAME_BITS", "12");
     REFUSE(d.threads = -1, FMOE_ERR_ARG, "threads", "-1");
     REFUSE(d.threads = 65537, FMOE_ERR_ARG, "threads", "65537");
     REFUSE(d.act = 7, FMOE_ERR_ARG, "act", "7");

@@ -270,7 +270,7 @@ KEEP = {"all": ops.KEEP_ALL, "lean": ops.KEEP_LEAN, "nothing": ops.RECOMPUTE}
 
 
 def kept_by(module: nn.Module) -> int:
-    """The flag for what this module's forward keeps for its backward: apply(model, keep=...)."""
+    """The flags of apply(model, keep=..., same_bits=...) for this module: what its forward keeps, whether its bits depend on the batch."""
     return vars(module).get("_fmoe_keep", 0)
 
 

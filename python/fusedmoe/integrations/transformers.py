@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .. import ops
 from . import expert_parallel, layers, seams
 
 NAME, COMPOSED = "fusedmoe", "fusedmoe_composed"
@@ -99,12 +100,13 @@ def _accept_name(cls: type) -> None:
 
 
 def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None, expert_parallel: Any = None,
-          **options: Any) -> nn.Module:  # fmt: skip
+          same_bits: bool = False, **options: Any) -> nn.Module:  # fmt: skip
     """Make every MoE layer of model run on fusedmoe. Returns the model; unknown ones are left alone, with a log line.
 
     routers: whether routers call `route`; None: on a device, where it saves launches, not on a CPU, where it is no faster.
     keep: what a layer keeps for its backward. "all" or "lean" (a quarter of it, four more launches), which is for an NPU; "nothing":
     x alone, on every device, and h is computed again; None: the device's own choice (an NPU: FMOE_ASCEND_KEEP, else all).
+    same_bits: a token's bits are the same in any batch on CUDA too, where few tokens then take longer; a CPU always has it so.
     expert_parallel: a process group or DeviceMesh whose ranks share the experts; options: of ``fusedmoe.distributed.ExpertParallel``.
     """
     from ..quant.model import adopt  # which import this module
@@ -128,8 +130,8 @@ def apply(model: nn.Module, routers: bool | None = None, keep: str | None = None
         for part in (module, module._modules.get("experts")):  # Llama 4's block runs its experts
             if part is not None:
                 vars(part).pop("_fmoe_keep", None)
-                if keep is not None:
-                    part._fmoe_keep = layers.KEEP[keep]
+                if keep is not None or same_bits:
+                    part._fmoe_keep = (layers.KEEP[keep] if keep is not None else 0) | (ops.SAME_BITS if same_bits else 0)
     config = getattr(model, "config", None)
     name = (getattr(config, "architectures", None) or [type(model).__name__])[0]
     quantized = " (it is quantized)" if getattr(config, "quantization_config", None) else ""

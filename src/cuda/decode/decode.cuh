@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What both ways
-// of storing them share.
+// decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What the
+// kernels share: kmajor.cu and nmajor.cu are the fastest, stream_kmajor.cu and stream_nmajor.cu (FMOE_SAME_BITS) have
+// the bits of the large products.
 #pragma once
 #include "cuda/act.cuh"
 
@@ -10,6 +11,8 @@
 static constexpr int DECODE_PARTS = 8;
 struct DecodeScratch {
     void *a;             // [R, I] in the plan's dtype
+    void *y;             // [R, H]
+    int *done;           // [H / 16, rounded up]
     void *parts;         // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
     const void *lora[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
 };
@@ -36,14 +39,18 @@ struct DecodeArgs {
     const void *w1, *w2; // rows [out,in] or [in,out], of unit stride
     int64_t w1_r, w1_g, w2_r, w2_g;
     int64_t gate, up;   // of feature i w1 has the gate in row or column i * gate, and the value beside it `up` further
-    int gated;          // if not, features 2i and 2i + 1 are there
+    int gated;          // if not, and the bits are not to be the same, features 2i and 2i + 1 are there
     DecodeLora lora[2]; // of W1, of W2
     View b1, b2;        // biases, or NULL
     void *a;            // [R, I]
+    void *y;            // [R, H], rounded as the large products round it
+    int *done;          // of a tile of columns: experts that are in y
     float *part[2];     // [DECODE_PARTS][R, 2I] and [.., H]: parts of sums over k, in their order
     void *out;
     int64_t out_r;
     int act, add;
+    FastAct fast;
+    int round_h; // before the activation: the large products do not have it in their epilogue
     uint32_t flags;
     float alpha, limit;
     DeviceError *error;
@@ -63,9 +70,16 @@ DEV void bad_id(const DecodeArgs &a, int slot, int64_t id)
 struct Hits {
     int *first;
     uint32_t *bits;
+    int *slots;         // how many
     int16_t *id, *next; // of a slot; -1: the slot is skipped
     int count;
-    static constexpr int bytes_of(int R, int E) { return 8 * R + (E + 31) / 32 * 4; }
+    static constexpr int bytes_of(int R, int E) { return 12 * R + (E + 31) / 32 * 4; }
+    DEV int slot(int hit, int n) const // the n-th, or the last
+    {
+        int s = first[hit];
+        for (int i = 0; i < n && next[s] >= 0; i++) s = next[s];
+        return s;
+    }
     DEV int rank(int e) const // which of the experts that are hit
     {
         int n = __popc(bits[e >> 5] & ((1u << (e & 31)) - 1));
@@ -78,7 +92,8 @@ DEV Hits find_experts(const DecodeArgs &a, char *shared)
     const int words = (a.E + 31) / 32;
     Hits h;
     h.first = (int *)shared;
-    h.bits = (uint32_t *)(h.first + a.R);
+    h.slots = h.first + a.R;
+    h.bits = (uint32_t *)(h.slots + a.R);
     h.id = (int16_t *)(h.bits + words);
     h.next = h.id + a.R;
     for (int i = threadIdx.x; i < words; i += DECODE_THREADS) h.bits[i] = 0;
@@ -88,6 +103,7 @@ DEV Hits find_experts(const DecodeArgs &a, char *shared)
         const bool in = v >= 0 && v < a.E;
         h.id[i] = in ? (int16_t)v : (int16_t)-1;
         h.first[i] = -1;
+        h.slots[i] = 0;
         if (in) atomicOr(&h.bits[v >> 5], 1u << (v & 31));
         else bad_id(a, i, v);
     }
@@ -96,7 +112,9 @@ DEV Hits find_experts(const DecodeArgs &a, char *shared)
         const int e = h.id[i];
         if (e < 0) continue;
         // In any order: no sum runs over the slots of an expert.
-        h.next[i] = (int16_t)atomicExch(&h.first[h.rank(e)], i);
+        const int hit = h.rank(e);
+        h.next[i] = (int16_t)atomicExch(&h.first[hit], i);
+        atomicAdd(&h.slots[hit], 1);
     }
     h.count = 0;
     for (int w = 0; w < words; w++) h.count += __popc(h.bits[w]);
@@ -131,5 +149,17 @@ DEV float decode_act(const DecodeArgs &a, int e, int column, float gate, float u
     return a.gated ? value * up_factor(a.act, up, a.limit).value : value;
 }
 
-// Weights [in,out]: up, down and the sums in three launches (decode_nmajor.cu).
-void decode_nmajor_run(const DecodeArgs &a, int dtype, int sms, Stream &s);
+// The first two rows of every expert, in units from the lowest matrix. Launch parameters, with all others 4 KB at most.
+struct DecodeLists {
+    static constexpr int MOST = 448, UNIT = 8; // experts; elements, 16 bytes
+    uint32_t at[2][MOST];
+};
+struct NoDecodeLists {
+};
+static_assert(sizeof(DecodeArgs) + sizeof(DecodeLists) <= 4096, "launch parameters");
+
+// lists: of W1 and of W2, where the weights are lists or (kmajor.cu) there are adapters, else NULL.
+void decode_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s);
+void decode_nmajor_run(const DecodeArgs &a, int dtype, const Plan *plan, Stream &s);
+void stream_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s);
+void stream_nmajor_run(const DecodeArgs &a, int dtype, const Plan *plan, Stream &s);

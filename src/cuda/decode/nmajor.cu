@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_nmajor.cu - inference of few tokens with weights [in,out]: columns of the result lie along memory.
+// nmajor.cu - inference of few tokens with weights [in,out]: columns of the result lie along memory.
 //
 // Three launches: up, down and the weighted sum. A product's work is every strip of 256 columns of every expert that is
 // hit, from its first row to its last, one after the other; each block has an equal piece of that line, so that all end
@@ -194,8 +194,8 @@ template <class T> static void run(const DecodeArgs &a, int sms, Stream &s)
     else run<T, 4, 8, 2>(a, sms, s);
 }
 
-void decode_nmajor_run(const DecodeArgs &a, int dtype, int sms, Stream &s)
+void decode_nmajor_run(const DecodeArgs &a, int dtype, const Plan *plan, Stream &s)
 {
-    if (dtype == FMOE_BF16) run<bf16>(a, sms, s);
-    else run<f16>(a, sms, s);
+    if (dtype == FMOE_BF16) run<bf16>(a, plan->sms, s);
+    else run<f16>(a, plan->sms, s);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// decode_kmajor.cu - inference of few tokens with weights [out,in] (decode_nmajor.cu: [in,out]).
+// kmajor.cu - inference of few tokens with weights [out,in] (nmajor.cu: [in,out]).
 //
 // Two launches, up with activation and down with the weighted sum; down starts under the tail of up, and asks for
 // weights before it waits for up. There is no row map: every block finds the experts that are hit, and their slots,
@@ -10,8 +10,7 @@
 // An adapter is a launch more before the product it belongs to, x A^T, and further steps of that product's sums, with
 // B.
 #include "decode.cuh"
-#include "mma.cuh"
-#include "cuda/ops.cuh"
+#include "cuda/sm80/mma.cuh"
 
 DEV float warp_sum(float v)
 {
@@ -31,15 +30,7 @@ enum Form {
     ADAPTERS
 };
 
-// The first two rows of every expert, in units from the lowest matrix. Launch parameters, with all others 4 KB at most.
-struct Lists {
-    static constexpr int MOST = 448, UNIT = 8; // experts; elements, 16 bytes
-    uint32_t at[2][MOST];
-};
-struct NoLists {
-};
-static_assert(sizeof(DecodeArgs) + sizeof(Lists) <= 4096, "launch parameters");
-template <int FORM> using ListsOf = std::conditional_t<FORM >= LISTS, Lists, NoLists>;
+template <int FORM> using ListsOf = std::conditional_t<FORM >= LISTS, DecodeLists, NoDecodeLists>;
 
 // The rows of weights a warp multiplies: ROWS at a time, `apart` elements from one another, the first ones `r` times i
 // % width into the (i / width)-th expert, for i = begin, begin + step and so on. Lists: p is the lowest, g and apart
@@ -117,8 +108,8 @@ DEV void multiply(const Weights<T> &w, const ListsOf<FORM> &lists, const Lora &l
         int next = h.first[hit];
         int64_t at = h.id[next] * w.g, apart = w.apart;
         if constexpr (FORM >= LISTS)
-            at = (int64_t)lists.at[0][h.id[next]] * Lists::UNIT,
-            apart = (int64_t)lists.at[1][h.id[next]] * Lists::UNIT - at;
+            at = (int64_t)lists.at[0][h.id[next]] * DecodeLists::UNIT,
+            apart = (int64_t)lists.at[1][h.id[next]] * DecodeLists::UNIT - at;
         const T *const row = w.p + at + group * w.r + lane * 8;
         while (next >= 0) {
             int slot[NT];
@@ -204,7 +195,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, 4) decode_lora(const __grid_co
         return second ? (const T *)a.a + slot * a.I : (const T *)a.x + slot / a.k * a.x_r;
     };
     multiply<1, 4, 2, false, ANY>(
-        w, NoLists(), NoAdapter(), h, token, [] { depend_wait(); },
+        w, NoDecodeLists(), NoAdapter(), h, token, [] { depend_wait(); },
         [&](int slot, int row, const float(&v)[1]) {
             if (threadIdx.x % 32 == 0) ((T *)lora.rows)[slot * lora.rank + row] = from_float<T>(v[0] * lora.scale);
         });
@@ -299,7 +290,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, PER_SM)
 
 // PER_SM blocks a multiprocessor. lists: of W1 and of W2, where the weights are lists or there are adapters.
 template <class T, int NT, int DEPTH, int ROWS, int PER_SM>
-static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
+static void run(const DecodeArgs &a, const DecodeLists *lists, int sms, Stream &s)
 {
     const int grid = PER_SM * sms, groups = (int)a.H / ROWS, hits = Hits::bytes_of(a.R, a.E);
     const int blocks = fmoe_cuda_decode_blocks(groups, grid, ROWS * a.R),
@@ -327,115 +318,20 @@ static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
     } else {
         up(a.b1.p || a.gate != 1 || a.H % 256 ? decode_up<T, NT, DEPTH, PER_SM, ANY>
                                               : decode_up<T, NT, DEPTH, PER_SM, WHOLE>,
-           NoLists());
+           NoDecodeLists());
         down(a.b2.p || a.I % 256 ? decode_down<T, NT, ROWS, PER_SM, ANY> : decode_down<T, NT, ROWS, PER_SM, WHOLE>,
-             NoLists());
+             NoDecodeLists());
     }
 }
 
-template <class T> static void run(const DecodeArgs &a, const Lists *lists, int sms, Stream &s)
+template <class T> static void run(const DecodeArgs &a, const DecodeLists *lists, int sms, Stream &s)
 {
     if (a.T == 1) run<T, 1, 4, 2, 3>(a, lists, sms, s);
     else run<T, 2, 8, 4, 2>(a, lists, sms, s);
 }
 
-// first(e), second(e): the addresses of those rows. *p becomes the lowest.
-template <class F, class S> static bool make_lists(Lists &l, const void **p, int64_t E, F first, S second)
+void decode_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s)
 {
-    uintptr_t lowest = UINTPTR_MAX, highest = 0, bits = 0;
-    for (int64_t e = 0; e < E; e++)
-        for (const uintptr_t v : {first(e), second(e)})
-            lowest = v < lowest ? v : lowest, highest = v > highest ? v : highest, bits |= v;
-    if (E > Lists::MOST || bits % 16 || (highest - lowest) / 16 > UINT32_MAX) return false;
-    *p = (const void *)lowest;
-    for (int64_t e = 0; e < E; e++)
-        l.at[0][e] = (uint32_t)((first(e) - lowest) / 16), l.at[1][e] = (uint32_t)((second(e) - lowest) / 16);
-    return true;
-}
-
-static bool alike(const fmoe_tensor *list, int64_t E, int64_t r) // rows of unit stride, r apart
-{
-    for (int64_t e = 0; e < E; e++)
-        if (fmoe_stride(&list[e], 0) != r || fmoe_stride(&list[e], 1) != 1) return false;
-    return true;
-}
-
-static bool make_lora(DecodeLora &lora, int64_t rank, const fmoe_tensor *a, const fmoe_tensor *b, float scale,
-                      const void *rows)
-{
-    if (!rank) return true;
-    lora = {fmoe_data(a),      fmoe_data(b), fmoe_stride(a, 0), fmoe_stride(a, 1),     fmoe_stride(b, 0),
-            fmoe_stride(b, 1), (void *)rows, (int)rank,         fmoe_lora_scale(scale)};
-    const bool lie =
-        fmoe_stride(a, 2) == 1 && fmoe_stride(b, 2) == 1 && (lora.a_g | lora.a_r | lora.b_g | lora.b_r) % 8 == 0;
-    return lie && fmoe_cuda_decode_rank(rank) && ((uintptr_t)lora.a | (uintptr_t)lora.b) % 16 == 0;
-}
-
-bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args,
-                const DecodeScratch &scratch, Stream &s)
-{
-    const Plan *plan = plan_of(p);
-    const fmoe_weights &w = args->w;
-    const int64_t T = args->x->shape[0], HC = p->h_cols, E = p->d.E;
-    if (!fmoe_cuda_use_decode(&plan->shape, T)) return false;
-    const bool list = !w.w1, lora = p->d.rank1 || p->d.rank2, apart = !list && (p->d.flags & FMOE_INTERLEAVED);
-    const fmoe_tensor *const w1 = w.w1 ? w.w1 : p->gated ? w.gate : w.up, *const w2 = w.w1 ? w.w2 : w.down;
-    const int row = list ? 0 : 1; // the dimension
-    const bool rows = fmoe_stride(w1, row + 1) == 1 && fmoe_stride(w2, row + 1) == 1;
-    const bool cols = !list && !lora && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 &&
-                      fmoe_cuda_use_decode_nmajor(&plan->shape, T);
-    if (!rows && !cols) return false;
-    DecodeArgs a = {};
-    a.ids = view(args->ids);
-    a.p = view(args->weights);
-    a.T = T, a.H = p->d.H, a.I = p->d.I;
-    a.R = (int)(T * p->d.k), a.k = (int)p->d.k, a.E = (int)E;
-    a.flags = p->d.flags;
-    a.gated = p->gated;
-    a.gate = apart || !p->gated ? 2 : 1;
-    a.up = a.gate == 2 ? 1 : a.I;
-    if (a.flags & FMOE_BIAS) a.b1 = view(w.b1), a.b2 = view(w.b2);
-    a.x = fmoe_data(args->x);
-    a.x_r = fmoe_stride(args->x, 0);
-    a.w1 = fmoe_data(w1);
-    a.w2 = fmoe_data(w2);
-    a.w1_g = list ? 0 : fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, rows ? row : 2);
-    a.w2_g = list ? 0 : fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? row : 2);
-    const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
-    if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
-    if (!make_lora(a.lora[0], p->d.rank1, w.lora_a1, w.lora_b1, w.lora_scale1, scratch.lora[0]) ||
-        !make_lora(a.lora[1], p->d.rank2, w.lora_a2, w.lora_b2, w.lora_scale2, scratch.lora[1]))
-        return false;
-    Lists lists[2];
-    if (list || lora) {
-        // Else W1's second row is further on in the same matrix.
-        const fmoe_tensor *const beside = list && p->gated ? w.up : nullptr;
-        if (list && !(alike(w1, E, a.w1_r) && alike(w2, E, a.w2_r) && (!beside || alike(beside, E, a.w1_r))))
-            return false;
-        const auto at = [&](const fmoe_tensor *t, int64_t e) {
-            return list ? (uintptr_t)fmoe_data(t + e)
-                        : (uintptr_t)fmoe_data(t) + (uintptr_t)(e * fmoe_stride(t, 0) * 2);
-        };
-        const auto up = [&](int64_t e) { return beside ? at(beside, e) : at(w1, e) + (uintptr_t)(a.up * a.w1_r * 2); };
-        if (!make_lists(lists[0], &a.w1, E, [&](int64_t e) { return at(w1, e); }, up)) return false;
-        if (!make_lists(
-                lists[1], &a.w2, E, [&](int64_t e) { return at(w2, e); },
-                [&](int64_t e) { return at(w2, e) + (uintptr_t)(a.w2_r * 2); }))
-            return false;
-    }
-    a.a = scratch.a;
-    a.out = fmoe_data(args->out);
-    a.out_r = fmoe_stride(args->out, 0);
-    a.act = p->d.act;
-    a.alpha = p->d.act_alpha;
-    a.limit = p->d.act_limit;
-    a.add = (run_args->flags & FMOE_ADD_OUT) != 0;
-    a.error = plan->error_dev;
-    if (!rows) {
-        a.part[0] = (float *)scratch.parts;
-        a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)HC;
-        decode_nmajor_run(a, p->d.dtype, plan->sms, s);
-    } else if (p->d.dtype == FMOE_BF16) run<bf16>(a, list || lora ? lists : nullptr, plan->sms, s);
-    else run<f16>(a, list || lora ? lists : nullptr, plan->sms, s);
-    return true;
+    if (dtype == FMOE_BF16) run<bf16>(a, lists, plan->sms, s);
+    else run<f16>(a, lists, plan->sms, s);
 }

@@ -271,11 +271,13 @@ static PyMethodDef methods[] = {
     {"use_queue", core_use_queue, METH_O,
      "Launch through torch_npu's task queue (True) or drain it (False); returns what was, False where there is none"},
     {"ep_create", core_ep_create, METH_VARARGS,
-     "ep_create(desc, engine, rank, ranks, experts, on_ranks, mode, chunks, capacity, timeout_ms, on_device): a layer over "
+     "ep_create(desc, engine, rank, ranks, experts, on_ranks, mode, chunks, capacity, timeout_ms, on_device): a layer "
+     "over "
      "ranks"},
     {"ep_local", core_ep_local, METH_O, "ep_local(layer): the experts of this rank, in the order of its weights"},
     {"ep_forward", core_ep_forward, METH_VARARGS,
-     "ep_forward(layer, form, inference, x, ids, p, w, out, dropped, scale1, scale2, quants): the call that ep_backward "
+     "ep_forward(layer, form, inference, x, ids, p, w, out, dropped, scale1, scale2, quants): the call that "
+     "ep_backward "
      "takes"},
     {"ep_backward", core_ep_backward, METH_VARARGS,
      "ep_backward(call, form, x, ids, p, w, dout, dx, dp, dw, scale1, scale2, quants)"},

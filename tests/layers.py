@@ -98,7 +98,8 @@ def imported(path):
 
 def python_imports():
     """The package does without benchmarks and tests, benchmarks do without tests."""
-    package = {path.stem for path in sources("python/**", (".py",))} | {"bench", "meters"}  # which the wheel has as fusedmoe.bench
+    own = sources("python/**", (".py",))
+    package = {name for path in own for name in (path.stem, path.parent.name)} | {"bench", "meters"}  # the wheel has fusedmoe.bench
     benches = {path.stem for path in sources("bench", (".py",))} - package
     errors, imports = [], 0
     for folder, never in {"python/**": benches | {"tests"}, "bench/**": {"tests", "conftest"}}.items():

@@ -47,14 +47,14 @@ fmoe_isa(c SOURCES ${templates} ${kernels}/dequant_tmpl.c ${kernels}/gemm_c.c)
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(avx2 -mavx2 -mfma -mf16c)
   set(avx512 ${avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
-  fmoe_isa(avx2 SOURCES ${templates} ${x86}/dequant_avx2.c ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c
+  fmoe_isa(avx2 SOURCES ${templates} ${x86}/quant/dequant_avx2.c ${x86}/gemm_avx2.c ${x86}/gemm_kmajor_avx2.c ${x86}/wgrad_avx2.c
            FLAGS ${avx2})
-  fmoe_isa(avx512 SOURCES ${templates} ${x86}/dequant_avx512.c ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
+  fmoe_isa(avx512 SOURCES ${templates} ${x86}/quant/dequant_avx512.c ${x86}/gemm_avx512.c ${x86}/wgrad_avx512.c FLAGS ${avx512})
   set(bf16 ${avx512} -mavx512bf16)
   fmoe_has(avx512_bf16 "_mm512_cvtne2ps_pbh(_mm512_setzero_ps(), _mm512_setzero_ps())" immintrin.h ${bf16})
   if(FMOE_HAS_AVX512_BF16)
-    fmoe_isa(avx512_bf16 SOURCES ${kernels}/epilogue_tmpl.c ${x86}/coded_few_rows_avx512_bf16.c
-             ${x86}/dequant_avx512.c ${x86}/gemm_avx512_bf16.c ${x86}/wgrad_avx512.c FLAGS ${bf16})
+    fmoe_isa(avx512_bf16 SOURCES ${kernels}/epilogue_tmpl.c ${x86}/quant/coded_few_rows_avx512_bf16.c
+             ${x86}/quant/dequant_avx512.c ${x86}/gemm_avx512_bf16.c ${x86}/wgrad_avx512.c FLAGS ${bf16})
   endif()
   fmoe_has(amx_bf16 "__asm__ volatile(\"tdpbf16ps %tmm2, %tmm1, %tmm0\")" immintrin.h ${bf16})
   if(FMOE_HAS_AMX_BF16)

@@ -11,28 +11,24 @@
  *   down:     y[r]   = a[r] . W2[e]^T + b2[e]             W2: [E, H, I]
  *   combine:  out[t] = sum over j of p[t,j] * y[row(t,j)]
  *
- * How to use it: describe an operation (fmoe_desc), make a plan of it, ask the plan how much workspace
- * T tokens need, run it as often as you like.
- *
+ * Describe an operation (fmoe_desc), make a plan of it, ask how much workspace T tokens need, run it:
  *   fmoe_desc d = FMOE_DESC_INIT;              in C++: fmoe_desc d{}; d.size = sizeof d;
  *   d.op = FMOE_OP_EXPERTS; d.dtype = FMOE_BF16; d.H = 2048; d.I = 768; d.E = 128; d.k = 8;
  *   fmoe_plan plan;
  *   if (fmoe_plan_create(&plan, &d) != FMOE_OK) puts(fmoe_last_error());
  *
  * Rules that hold for every call
- *   - The caller owns all memory: tensors, workspace, saved state. Run calls do not allocate, print, abort,
- *     synchronise a device or change the floating point state. Plans and the CPU thread pool are the only
- *     things the library allocates. (Ascend also takes a little host memory in run calls: for each launch
- *     that goes through fmoe_run.submit until it has run, for a T that fmoe_workspace_bytes was not asked
- *     for lately until it is measured, and what CANN itself takes.)
- *   - A call that returns an error has written no output byte, and fmoe_last_error() (per thread) names the
- *     argument and both values. (On a device, ids are checked there: see FMOE_ERR_INDEX.)
+ *   - The caller owns all memory: tensors, workspace, saved state. Run calls do not allocate, print, abort, synchronise
+ *     a device or change the floating point state. Plans and the CPU thread pool are the only things the library
+ *     allocates. (Ascend also takes a little host memory in run calls, for each launch: docs/ascend.md.)
+ *   - A call that returns an error has written no output byte, and fmoe_last_error() (per thread) names the argument
+ *     and both values. (On a device, ids are checked there: see FMOE_ERR_INDEX.)
  *   - A call needs 64 KiB of its thread's stack, and 128 KiB in bf16 on a CPU with AMX (a Debug build: 512 KiB).
  *   - Plans are immutable: any number of threads may run one plan at the same time, each with its own workspace.
- *   - Same inputs, same bits, run to run. On the CPU also for any number of threads and any batch composition:
- *     a token's result does not depend on its neighbours.
- *   - Structs begin with their size; set every unused field to zero, which means "default" or "not given".
- *     What other versions may change, and what they may not: see "Version" below.
+ *   - Same inputs, same bits, run to run. On the CPU also for any number of threads and any batch composition: a
+ *     token's result does not depend on its neighbours.
+ *   - Structs begin with their size; set every unused field to zero, which means "default" or "not given". What other
+ *     versions may change, and what they may not: see "Version" below.
  *   - After fork() the child may go on using the library; the CPU pool is made anew there.
  */
 #ifndef FUSEDMOE_H
@@ -55,10 +51,8 @@ extern "C" {
  *
  * Semantic versions, MAJOR.MINOR.PATCH. PATCH: repairs, the same header. MINOR: new functions, fields, flags and
  * values; programs go on working, built anew or not. MAJOR: programs may have to change. While MAJOR is 0, a new MINOR
- * may break them too.
- *
- * The soname is libfusedmoe.so.MAJOR and, while MAJOR is 0, libfusedmoe.so.0.MINOR (0.1: libfusedmoe.so.0). Symbols
- * have versions.
+ * may break them too. The soname is libfusedmoe.so.MAJOR and, while MAJOR is 0, libfusedmoe.so.0.MINOR (0.1:
+ * libfusedmoe.so.0). Symbols have versions.
  *
  * Structs that begin with their size grow at their end only:
  *   - size is smaller than the library's (the program has an older header): the fields that are missing count as zero.
@@ -68,7 +62,6 @@ extern "C" {
  * Structs without a size are parts of others or of arrays, and keep their size: fmoe_tensor, fmoe_device, fmoe_datatype
  * (DLPack's), fmoe_route_rule, and fmoe_weights, which grows into its spare fields. Those came with 0.2; the structs of
  * 0.1 that hold fmoe_weights (pack, experts, block) are known by their size and still accepted.
- *
  * Enums only grow, and no value changes its meaning. Values and flags that the library does not know are errors. */
 
 #define FMOE_VERSION_MAJOR 0
@@ -221,10 +214,9 @@ enum {
      * CPU, CUDA: no effect, they keep h. */
     FMOE_KEEP_ALL = 1024,
     FMOE_KEEP_LEAN = 2048,
-    /* Experts and block: a token's out, dx and gradients of its routing weights have the same bits in any batch, of any
-     * size and at any place in it; out also with and without saved state (but for lists with adapters whose H or I is
-     * not a multiple of 8). CUDA: fewer tokens than fmoe_plan_describe says take longer, and interleaved weights
-     * [in,out]. CPU: no effect, it is always so. Ascend refuses it. */
+    /* Experts and block: a token's out, dx and dp have the same bits in any batch (lists with adapters whose H or I is
+     * not a multiple of 8: not out with and without saved state). CUDA: few tokens, as fmoe_plan_describe says, and
+     * interleaved weights [in,out] take longer. CPU: no effect, it is always so. Ascend refuses it. */
     FMOE_SAME_BITS = 4096
 };
 
@@ -303,9 +295,7 @@ typedef struct fmoe_run {
 
 /* Common to all tensors below: activations have unit stride in their last dimension; ids, maps, sizes and p are
  * compact. Ids, maps and sizes are int32 or int64; p (routing weights), gradients of weights and biases are f32 or the
- * plan's dtype. In a plan of dtype f64 every f32 here reads f64.
- *
- * Backward: an output that is NULL is not computed. */
+ * plan's dtype. In a plan of dtype f64 every f32 here reads f64. Backward: an output that is NULL is not computed. */
 
 /* -- route: logits [T,E] f32 or the plan's dtype -> ids [T,k], weights [T,k]. FMOE_OP_ROUTE.
  * A row with NaN or +Inf, or with nothing but -Inf, still gets k distinct ids in range (NaN ranks lowest); its weights
@@ -327,9 +317,7 @@ FMOE_API fmoe_status fmoe_route_backward(fmoe_plan, const fmoe_route_args *, con
 
 /* -- permute: xp[map[t*k+j]] = x[t], rows grouped by expert, in token order inside each (a stable sort).
  * FMOE_OP_PERMUTE. map has the meaning of Ascend's sortedIndices: every row below T*k at most once; -1 marks a skipped
- * slot. Rows past the last routed one become zero.
- *
- * Backward: dx[t] = sum_j dxp[map[t*k+j]]. */
+ * slot. Rows past the last routed one become zero. Backward: dx[t] = sum_j dxp[map[t*k+j]]. */
 typedef struct fmoe_permute_args {
     size_t size;
     const fmoe_tensor *x;      /* in  [T,H] (dx in backward: out) */

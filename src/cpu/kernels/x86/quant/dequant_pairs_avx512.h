@@ -6,7 +6,7 @@
  *
  * 4 bits: sixteen weights of a group, looked up 32 at a time. float8_e4m3fn: 128 magnitudes of a group, the same. int8:
  * converted, scaled, rounded. Included by dequant_avx512.c, after INLINE and indices(). */
-#include "cpu/kernels/x86/scales_avx512.h"
+#include "cpu/kernels/x86/quant/scales_avx512.h"
 
 enum { PAIRS_STEP = 32, PAIRS_K = 1024 }; /* k of a register; k at a time */
 

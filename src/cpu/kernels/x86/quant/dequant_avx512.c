@@ -153,7 +153,7 @@ INLINE void decode_row(const int dtype, const int32_t code, char *to, const fmoe
 }
 
 #ifdef __AVX512BF16__
-#include "cpu/kernels/x86/dequant_pairs_avx512.h"
+#include "cpu/kernels/x86/quant/dequant_pairs_avx512.h"
 #endif
 
 INLINE void decode_code(const int dtype, char *to, const fmoe_coded *m, int64_t row, int64_t k0, int64_t n)

@@ -57,8 +57,8 @@ INLINE __m256 scaled(const group *g, __m256 v)
 INLINE __m256i nibbles(const bool high_first, const uint8_t *p)
 {
     const __m128i codes = _mm_loadu_si128((const __m128i *)(const void *)p), nibble = _mm_set1_epi8(15);
-    const __m128i low = _mm_and_si128(codes, nibble), high = _mm_and_si128(_mm_srli_epi16(codes, 4), nibble);
-    const __m128i even = high_first ? high : low, odd = high_first ? low : high;
+    const __m128i lo = _mm_and_si128(codes, nibble), high = _mm_and_si128(_mm_srli_epi16(codes, 4), nibble);
+    const __m128i even = high_first ? high : lo, odd = high_first ? lo : high;
     return _mm256_set_m128i(_mm_unpackhi_epi8(even, odd), _mm_unpacklo_epi8(even, odd));
 }
 
@@ -76,8 +76,8 @@ INLINE void lookup_floats(char *to, __m256i index, __m256 t0, __m256 t1)
 
 INLINE void lookup_words(char *to, __m256i index, __m256i lower, __m256i upper)
 {
-    const __m256i low = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index);
-    const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+    const __m256i lo = _mm256_shuffle_epi8(lower, index), high = _mm256_shuffle_epi8(upper, index);
+    const __m256i a = _mm256_unpacklo_epi8(lo, high), b = _mm256_unpackhi_epi8(lo, high);
     _mm256_storeu_si256((__m256i *)(void *)to, _mm256_permute2x128_si256(a, b, 0x20));
     _mm256_storeu_si256((__m256i *)(void *)(to + 32), _mm256_permute2x128_si256(a, b, 0x31));
 }
@@ -94,8 +94,8 @@ INLINE void decode_nibbles(const int dtype, const fmoe_coded *m, char *to, const
         dtype == FMOE_F32
             ? _mm256_setzero_si256()
             : _mm256_permute4x64_epi64(_mm256_packus_epi32(to_16bit(dtype, t0), to_16bit(dtype, t1)), 0xd8);
-    const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(255)), high = _mm256_srli_epi16(words, 8);
-    const __m256i lower = _mm256_permute4x64_epi64(_mm256_packus_epi16(low, low), 0x88),
+    const __m256i lo = _mm256_and_si256(words, _mm256_set1_epi16(255)), high = _mm256_srli_epi16(words, 8);
+    const __m256i lower = _mm256_permute4x64_epi64(_mm256_packus_epi16(lo, lo), 0x88),
                   upper = _mm256_permute4x64_epi64(_mm256_packus_epi16(high, high), 0x88);
     for (; n > 0 && (k & 1 || n < 32); n--, k++, to += bytes_of(dtype))
         put1(dtype, to, t[fmoe_nibble(codes, k, m->high_first)]);

@@ -15,7 +15,7 @@
 
 #include "cpu/kernels/kernels.h"
 #include "cpu/kernels/x86/pack_avx512.h"
-#include "cpu/kernels/x86/scales_avx512.h"
+#include "cpu/kernels/x86/quant/scales_avx512.h"
 #include "util.h"
 
 #define DOT_UNITS(acc, a, b) _mm512_dpbf16_ps(acc, (__m512bh)(a), (__m512bh)(b))
@@ -77,9 +77,9 @@ INLINE void load_nibbles(const bool high_first, const coded_by *by, const coded_
     codes = _mm512_inserti32x4(codes, _mm_loadu_si128((const __m128i *)(const void *)(p + 2 * step)), 2);
     codes = _mm512_inserti32x4(codes, _mm_loadu_si128((const __m128i *)(const void *)(p + 3 * step)), 3);
     const __m512i nibble = _mm512_set1_epi8(15);
-    const __m512i low = _mm512_ternarylogic_epi32(codes, nibble, by->columns, 0xea), /* (a & b) | c */
+    const __m512i lo = _mm512_ternarylogic_epi32(codes, nibble, by->columns, 0xea), /* (a & b) | c */
         high = _mm512_ternarylogic_epi32(_mm512_srli_epi16(codes, 4), nibble, by->columns, 0xea);
-    const __m512i even = high_first ? high : low, odd = high_first ? low : high;
+    const __m512i even = high_first ? high : lo, odd = high_first ? lo : high;
     const __m512i half[2] = {_mm512_unpacklo_epi8(even, odd), _mm512_unpackhi_epi8(even, odd)};
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {

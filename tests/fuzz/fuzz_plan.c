@@ -116,7 +116,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         break;
     }
     case FMOE_OP_GROUPED_MATMUL: {
-        const fmoe_gmm_args a = {sizeof a, t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], fuzz_byte(&in) % 2, 0};
+        const fmoe_gmm_args a = {sizeof a,           t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8],
+                                 fuzz_byte(&in) % 2, 0,    NULL};
         got[0] = fmoe_grouped_matmul_forward(plan, &a, &run), got[1] = fmoe_grouped_matmul_backward(plan, &a, &run);
         break;
     }

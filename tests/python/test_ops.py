@@ -60,7 +60,7 @@ def all_ops():
     yield ops.experts_forward, (x, ids, p, [w1, w2], *plain, line)
     yield ops.experts_backward, (x, ids, p, [w1, w2], saved, x, *plain, 15)
     coded = [QuantTensor.from_weights(w, "int8") for w in (w1, w2)]  # which has a second scale
-    codes, parts, about, zeros = quant_experts._split(coded, *plain[:2])
+    codes, parts, about, zeros = quant_experts.split(coded, *plain[:2])
     given = x, ids, p, codes, parts, [*ops.layer_sizes(coded, *plain[:2], H), *about], zeros
     line = operators.experts_coded_saved(x.dtype, x.device, tuple(given[5]), k, *plain)
     _, csaved = operators.experts_coded_forward(*given, *plain, line)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..integrations.log import say_once
 from . import foreign
 from .foreign import Layout
 from .formats import FP4, HIGH_FIRST, NF4, S8, Format
@@ -120,7 +121,8 @@ def _gives(linear: Any, q: QuantTensor) -> bool:
     x = torch.randn(4, q.shape[1], generator=torch.Generator().manual_seed(3)).to(q.codes.device, q.dtype)
     try:
         own = linear(x).float()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # it does not run here, or not in this dtype
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as problem:  # it does not run here, or not in this dtype
+        say_once(f"{type(linear).__name__}: its own forward fails ({problem}), so its codes cannot be compared: it is left alone")
         return False
     want = x.float() @ q.dequantize(torch.float32).t()
     return bool((own - want).norm() <= 3e-2 * want.norm())
@@ -134,7 +136,8 @@ def taken(linear: nn.Module, dtype: torch.dtype, block: tuple[int, int] = (128, 
     for version in (2, 1):
         try:
             q, how = foreign.read(t, dtype, block, version)
-        except (foreign.UnknownLayout, KeyError, IndexError):
+        except (foreign.UnknownLayout, KeyError, IndexError) as problem:
+            say_once(f"{type(linear).__name__}: its codes are not read ({problem!r}): it is left alone")
             return None
         if not check or _gives(linear, q):
             return QuantLinear(q, how, version)

@@ -219,12 +219,16 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                              *plan->why ? ", because: " : "", plan->why);
     }
     if (p->d.flags & FMOE_QUANT) {
-        const int64_t each = p->h_cols * p->d.H * (p->d.dtype == FMOE_F32 ? 4 : 2),
+        const bool gmm = p->d.op == FMOE_OP_GROUPED_MATMUL;
+        const int64_t each = (gmm ? p->d.K * p->d.N : p->h_cols * p->d.H) * (p->d.dtype == FMOE_F32 ? 4 : 2),
                       some = fmoe_max(fmoe_min(p->d.E, plan->ring / fmoe_max(each, 1)), 1);
         used += snprintf(line + used, sizeof line - (size_t)used,
                          "quantised weights: the experts that have rows are decoded into a ring in the workspace ahead "
-                         "of each product, %lld of W1 at a time\n",
-                         (long long)some);
+                         "of each product, ");
+        used += each ? snprintf(line + used, sizeof line - (size_t)used, "%lld of %s at a time\n", (long long)some,
+                                gmm ? "w" : "W1")
+                     : snprintf(line + used, sizeof line - (size_t)used, "%lld bytes of a list at a time\n",
+                                (long long)plan->ring);
     }
     if (p->d.op == FMOE_OP_EXPERTS) {
         const bool lora = p->d.rank1 || p->d.rank2,
@@ -265,7 +269,7 @@ static const fmoe_backend table = {
     {experts_forward, experts_backward},
     true,
     true,
-    false,
+    true,
     nullptr,
     nullptr,
     nullptr,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// gmm.cu - the grouped matmul behind the backend table: a stack of matrices, or a list.
+// gmm.cu - the grouped matmul behind the backend table: a stack of matrices, or a list; quantised ones chunk by chunk.
 #include "ops.cuh"
 
-#include "products.cuh"
+#include "quant/chunks.cuh"
 
 static RowMap carve_groups(fmoe_carve *c, int64_t R, int64_t E)
 {
@@ -23,7 +23,12 @@ static GmmLists carve_lists(fmoe_carve *c, int64_t E)
     return GmmLists{p, p + E, p + 2 * E};
 }
 
-void gmm_carve(fmoe_carve *c, int64_t R, int64_t E) { carve_lists(c, E), carve_groups(c, R, E); }
+void gmm_carve(fmoe_carve *c, int64_t R, const fmoe_plan_impl *p)
+{
+    gmm_ring_carve(c, plan_of(p), p->d);
+    carve_lists(c, p->d.E);
+    carve_groups(c, R, p->d.E);
+}
 
 static Mat matrix(const fmoe_tensor *t, int first) // the two dimensions from `first` on
 {
@@ -43,14 +48,18 @@ struct Groups {
     int stacked; // w, bias, dw and dbias have a leading dimension
     Mat w_mat, dw_mat;
     RowMap map;
+    Coded coded; // no parts: w is not quantised
 };
 
-static GemmArgs gmm_args(const Groups &g, int64_t R)
+static int64_t gmm_K(const Groups &g) { return (g.x ? g.x : g.dx)->shape[1]; }
+static int64_t gmm_N(const Groups &g) { return (g.y ? g.y : g.dy)->shape[1]; }
+
+static GemmArgs gmm_args(const Layer &l, int64_t R) // l: all groups, or some
 {
     GemmArgs a = {};
-    a.E = g.E;
+    a.E = l.E;
     a.R = R;
-    a.map_value = g.map;
+    a.map_value = l.map;
     return a;
 }
 
@@ -78,8 +87,9 @@ static Weight gmm_weight(const Groups &g)
     w.whole = g.w_mat;
     w.parts = 1;
     w.single = true;
-    w.rows = g.w->shape[g.stacked];
-    w.cols = g.w->shape[g.stacked + 1];
+    w.rows = gmm_K(g);
+    w.cols = gmm_N(g);
+    w.coded = coded(g.coded);
     return w;
 }
 
@@ -90,53 +100,64 @@ static Rows rows_of(const fmoe_tensor *t)
 
 static fmoe_status gmm_forward_groups(const fmoe_plan_impl *p, const Groups &g, Stream &s)
 {
-    GemmArgs a = gmm_args(g, g.x->shape[0]);
-    a.A = matrix(g.x, 0);
-    a.B = g.w_mat;
-    a.b_rows_are_k = 1;
-    a.D = matrix(g.y, 0);
-    a.K = g.w->shape[g.stacked];
-    a.N = g.w->shape[g.stacked + 1];
-    a.out_f32 = is_f32(g.y);
-    Bias b = {};
-    if (g.bias) {
-        b.p = a.bias = fmoe_data(g.bias);
-        a.bias_dtype = fmoe_tensor_dtype(g.bias);
-        b.g = a.bias_g = g.stacked ? fmoe_stride(g.bias, 0) : 0;
-        b.n = a.bias_n = fmoe_stride(g.bias, g.stacked);
-        b.split = a.bias_split = INT64_MAX;
-    }
     Layer l = gmm_layer(p, g, s);
-    const bool same = !a.out_f32 && (!g.bias || a.bias_dtype == l.dtype);
-    if (!same || !gmm_rows(l, rows_of(g.x), gmm_weight(g), true, b, rows_of(g.y))) gemm_sm80(p->d.dtype, a, s);
+    const int64_t N = gmm_N(g);
+    by_chunks(l, gmm_weight(g), Bias{}, Lora{}, fmoe_ceil_div(N, 256),
+              [&](Layer &some, const Weight &w, const Bias &, const Lora &) {
+                  GemmArgs a = gmm_args(some, g.x->shape[0]);
+                  a.A = matrix(g.x, 0);
+                  a.B = g.w_mat;
+                  a.b_rows_are_k = 1;
+                  a.D = matrix(g.y, 0);
+                  a.K = gmm_K(g);
+                  a.N = N;
+                  a.out_f32 = is_f32(g.y);
+                  Bias b = {};
+                  if (g.bias) {
+                      a.bias_dtype = fmoe_tensor_dtype(g.bias);
+                      b.g = a.bias_g = g.stacked ? fmoe_stride(g.bias, 0) : 0;
+                      b.n = a.bias_n = fmoe_stride(g.bias, g.stacked);
+                      b.split = a.bias_split = INT64_MAX;
+                      b.p = a.bias = (const char *)fmoe_data(g.bias) +
+                                     some.map.first * b.g * (int64_t)fmoe_dtype_size(a.bias_dtype);
+                  }
+                  const bool same = !a.out_f32 && (!g.bias || a.bias_dtype == l.dtype);
+                  if (!same || !gmm_rows(some, rows_of(g.x), w, true, b, rows_of(g.y))) gemm_sm80(l.dtype, a, s);
+              });
     return l.status;
+}
+
+static void gmm_dx(const Groups &g, Layer &l, bool add, Stream &s)
+{
+    const int64_t R = gmm_count(g), K = gmm_K(g);
+    by_chunks(l, gmm_weight(g), Bias{}, Lora{}, fmoe_ceil_div(K, 256),
+              [&](Layer &some, const Weight &w, const Bias &, const Lora &) {
+                  GemmArgs a = gmm_args(some, R);
+                  a.A = matrix(g.dy, 0);
+                  a.a_f32 = is_f32(g.dy);
+                  a.B = g.w_mat;
+                  a.D = matrix(g.dx, 0);
+                  a.K = gmm_N(g);
+                  a.N = K;
+                  a.out_f32 = is_f32(g.dx);
+                  a.accumulate = add;
+                  const bool same = !a.a_f32 && !a.out_f32 && !a.accumulate;
+                  if (!same || !gmm_rows(some, rows_of(g.dy), w, false, Bias{}, rows_of(g.dx)))
+                      gemm_sm80(l.dtype, a, s);
+              });
+    if (!g.map.off || add) return;
+    const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
+    zero_rows(fmoe_data(g.dx), R, K * size, fmoe_stride(g.dx, 0) * size, g.map.off + g.E, s);
 }
 
 static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g, uint32_t flags, Stream &s)
 {
-    const int64_t K = g.w ? g.w->shape[g.stacked] : 0, N = g.w ? g.w->shape[g.stacked + 1] : 0, R = gmm_count(g);
+    const int64_t R = gmm_count(g);
     const int add = (flags & FMOE_ACCUMULATE) != 0;
     Layer l = gmm_layer(p, g, s);
-    if (g.dx) {
-        GemmArgs a = gmm_args(g, R);
-        a.A = matrix(g.dy, 0);
-        a.a_f32 = is_f32(g.dy);
-        a.B = g.w_mat;
-        a.D = matrix(g.dx, 0);
-        a.K = N;
-        a.N = K;
-        a.out_f32 = is_f32(g.dx);
-        a.accumulate = (flags & FMOE_ADD_DX) != 0;
-        const bool same = !a.a_f32 && !a.out_f32 && !a.accumulate;
-        if (!same || !gmm_rows(l, rows_of(g.dy), gmm_weight(g), false, Bias{}, rows_of(g.dx)))
-            gemm_sm80(p->d.dtype, a, s);
-        if (g.map.off && !a.accumulate) {
-            const int64_t size = (int64_t)fmoe_dtype_size(fmoe_tensor_dtype(g.dx));
-            zero_rows(a.D.p, R, K * size, a.D.r * size, g.map.off + g.E, s);
-        }
-    }
+    if (g.dx) gmm_dx(g, l, flags & FMOE_ADD_DX, s);
     if (g.dw) {
-        GemmArgs a = gmm_args(g, R);
+        GemmArgs a = gmm_args(l, R);
         a.wgrad = 1;
         a.A = matrix(g.x, 0);
         a.B = matrix(g.dy, 0);
@@ -174,12 +195,28 @@ static fmoe_status gmm_backward_groups(const fmoe_plan_impl *p, const Groups &g,
 static fmoe_status gmm_groups(const fmoe_plan_impl *p, Groups &g, const View &sizes, int cumulative,
                               fmoe_carve workspace, const fmoe_run *run, bool forward, Stream &s)
 {
-    if (sizes.p || plan_of(p)->path == FMOE_PATH_SM90) {
+    if (sizes.p || g.coded.parts || plan_of(p)->path == FMOE_PATH_SM90) {
         const int64_t R = gmm_count(g);
         g.map = carve_groups(&workspace, R, g.E);
         rowmap_from_sizes(sizes, g.E, R, cumulative, g.map, plan_of(p)->error_dev, s);
     }
     return forward ? gmm_forward_groups(p, g, s) : gmm_backward_groups(p, g, run->flags, s);
+}
+
+// Quantised weights: w is the ring. Codes lie [out,in], or (FMOE_QUANT_IN_OUT) as w does. i: of one matrix of a list,
+// without a launch; -1: of the stack or the whole list.
+static fmoe_status gmm_decoded(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const GmmRing &ring, int64_t i,
+                               Groups &g, Stream &s)
+{
+    if (!a->quant || !(g.y || g.dx)) return FMOE_OK;
+    const bool in_out = a->quant->flags & FMOE_QUANT_IN_OUT;
+    const int64_t K = gmm_K(g), N = gmm_N(g), rows = in_out ? K : N, cols = in_out ? N : K;
+    const Layer l = gmm_layer(p, g, s);
+    FMOE_TRY(i < 0 ? gmm_coded(l, ring, a->w, a->list, a->quant, rows, cols, &g.coded)
+                   : gmm_coded_one(l, ring, a->w, i, a->quant, rows, cols, &g.coded));
+    g.w_mat = ring_mat(g.coded, rows, cols);
+    if (!in_out) g.w_mat.r = 1, g.w_mat.c = cols;
+    return FMOE_OK;
 }
 
 // ---- lists ----
@@ -235,10 +272,13 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
                             Stream &s)
 {
     const int64_t E = p->d.E;
+    const fmoe_quant *const q = a->quant;
     fmoe_carve c = fmoe_carve_begin(run->workspace, kOpsAlign);
+    const GmmRing ring = gmm_ring_carve(&c, plan_of(p), p->d);
     const GmmLists lists = carve_lists(&c, E);
     Joined x, y, dy, dx;
-    if (!a->bias && !a->dbias && alike(a->w, E) && alike(a->dw, E) && join(a->x, E, &x) && join(a->y, E, &y) &&
+    if (!a->bias && !a->dbias && alike(a->w, E) && alike(a->dw, E) &&
+        (!q || (alike(q->scale, E) && alike(q->zeros, E))) && join(a->x, E, &x) && join(a->y, E, &y) &&
         join(a->dy, E, &dy) && join(a->dx, E, &dx)) {
         Groups g = {whole(x, a->x),
                     a->w,
@@ -252,12 +292,19 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
                     0,
                     {},
                     {},
+                    {},
                     {}};
-        if (g.w) g.w_mat = rowmap_mat(a->w, E, fmoe_dtype_size(p->d.dtype), lists.w, s);
+        FMOE_TRY(gmm_decoded(p, a, ring, -1, g, s));
+        if (g.w && !q) g.w_mat = rowmap_mat(a->w, E, fmoe_dtype_size(p->d.dtype), lists.w, s);
         if (g.dw) g.dw_mat = rowmap_mat(a->dw, E, fmoe_dtype_size(fmoe_tensor_dtype(a->dw)), lists.dw, s);
         rowmap_list(lists.rows, a->x ? a->x : a->dy, E, s);
         const View sizes = {&lists.rows->rows, -64, sizeof(MatEntry) / 8, 1};
         return gmm_groups(p, g, sizes, 0, c, run, forward, s);
+    }
+    for (int64_t i = 0; q && i < E; i++) { // what does not fit the ring, before anything is written
+        Groups g = {};
+        g.x = nth(a->x, i), g.y = nth(a->y, i), g.dy = nth(a->dy, i), g.dx = nth(a->dx, i), g.E = 1;
+        FMOE_TRY(gmm_decoded(p, a, ring, i, g, s));
     }
     for (int64_t i = 0; i < E; i++) {
         Groups g = {nth(a->x, i),
@@ -272,8 +319,10 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
                     0,
                     {},
                     {},
+                    {},
                     {}};
-        if (g.w) g.w_mat = matrix(g.w, 0);
+        if (g.w && !q) g.w_mat = matrix(g.w, 0);
+        FMOE_TRY(gmm_decoded(p, a, ring, i, g, s));
         if (g.dw) g.dw_mat = matrix(g.dw, 0);
         FMOE_TRY(gmm_groups(p, g, View{}, 0, c, run, forward, s));
     }
@@ -283,17 +332,22 @@ static fmoe_status gmm_list(const fmoe_plan_impl *p, const fmoe_gmm_args *a, con
 static fmoe_status gmm_stack(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward,
                              Stream &s)
 {
-    Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, p->d.E, 1, {}, {}, {}};
-    if (g.w) g.w_mat = matrix(g.w, 1);
+    Groups g = {a->x, a->w, a->bias, a->y, a->dy, a->dx, a->dw, a->dbias, p->d.E, 1, {}, {}, {}, {}};
+    fmoe_carve c = fmoe_carve_begin(run->workspace, kOpsAlign);
+    const GmmRing ring = gmm_ring_carve(&c, plan_of(p), p->d);
+    if (g.w && !a->quant) g.w_mat = matrix(g.w, 1);
+    FMOE_TRY(gmm_decoded(p, a, ring, -1, g, s));
     if (g.dw) g.dw_mat = matrix(g.dw, 1);
-    return gmm_groups(p, g, view(a->sizes), a->cumulative, fmoe_carve_begin(run->workspace, kOpsAlign), run, forward,
-                      s);
+    return gmm_groups(p, g, view(a->sizes), a->cumulative, c, run, forward, s);
 }
 
 static fmoe_status gmm_run(const fmoe_plan_impl *p, const fmoe_gmm_args *a, const fmoe_run *run, bool forward)
 {
     BEGIN(p);
-    FMOE_TRY((a->list ? gmm_list : gmm_stack)(p, a, run, forward, s));
+    fmoe_gmm_args given = *a; // what this pass does not read may be anything
+    if (forward) given.dy = given.dx = given.dw = given.dbias = nullptr;
+    else given.y = given.bias = nullptr;
+    FMOE_TRY((a->list ? gmm_list : gmm_stack)(p, &given, run, forward, s));
     return fmoe_cuda_launched("grouped matmul");
 }
 

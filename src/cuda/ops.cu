@@ -148,7 +148,7 @@ fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t
     if (T > INT32_MAX / k)
         return FAIL(FMOE_ERR_OVERFLOW, "T = %lld rows do not fit the CUDA backend's 2^31", (long long)T);
     if (p->d.op == FMOE_OP_PERMUTE) carve_sort(&c, T * k, p->d.E);
-    if (p->d.op == FMOE_OP_GROUPED_MATMUL) gmm_carve(&c, T, p->d.E);
+    if (p->d.op == FMOE_OP_GROUPED_MATMUL) gmm_carve(&c, T, p);
     if (c.overflow) return FAIL(FMOE_ERR_OVERFLOW, "the workspace of T = %lld does not fit 64 bits", (long long)T);
     if (workspace) *workspace = fmoe_carve_bytes(&c);
     *saved = 0;

@@ -45,7 +45,7 @@ fmoe_status plan_report(const Plan *plan);
 
 fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
-void gmm_carve(fmoe_carve *c, int64_t R, int64_t E); // the workspace of a grouped matmul
+void gmm_carve(fmoe_carve *c, int64_t R, const fmoe_plan_impl *p); // the workspace of a grouped matmul
 
 fmoe_status experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
 fmoe_status experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);

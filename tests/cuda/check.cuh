@@ -247,20 +247,24 @@ static inline void check_guards()
     verdict(where.empty(), "written outside: %s", where.c_str());
 }
 
-// Relative L2 error of the whole, and every element within `peak` roundings of the largest magnitude.
-static inline void compare(const char *name, const Tensor &t, double l2, double peak)
+// Relative L2 error of the whole, and every element within `peak` roundings of the largest magnitude. `usual`: the
+// magnitude an element has unless its sum cancels; where all of them are smaller, errors are measured by it.
+static inline void compare(const char *name, const Tensor &t, double l2, double peak, double usual = 0)
 {
     const std::vector<double> got = t.download();
     double e2 = 0, r2 = 0, worst = 0, top = 0;
+    int64_t count = 0;
     bool finite = true;
     t.each([&](int64_t i) {
         const double d = got[(size_t)i] - t.ref[(size_t)i];
         finite &= std::isfinite(got[(size_t)i]);
+        count++;
         e2 += d * d;
         r2 += t.ref[(size_t)i] * t.ref[(size_t)i];
         worst = std::fmax(worst, std::fabs(d));
         top = std::fmax(top, std::fabs(t.ref[(size_t)i]));
     });
+    r2 = std::fmax(r2, (double)count * usual * usual), top = std::fmax(top, usual);
     const double rel = r2 > 0 ? sqrt(e2 / r2) : sqrt(e2);
     static const bool aloud = getenv("CHECK_ERRORS") != nullptr;
     if (aloud) printf("error %s: %s %.3e\n", context.c_str(), name, rel);
@@ -358,4 +362,5 @@ void check_experts(int cases);
 void check_batch();
 void check_special();
 void check_quant(int cases);
+void check_gmm_quant(int cases);
 void check_big();

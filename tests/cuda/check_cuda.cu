@@ -2,7 +2,7 @@
 // check_cuda.cu - the CUDA backend against the reference, operation by operation, through the backend tables.
 //
 //   check_cuda LIBRARY [SEED [CASES [GROUP...]]]     groups: route permute gmm activation batch experts quant
-//   special; big only when named
+//   gmm_quant special; big only when named
 #include "check.cuh"
 
 #include <ctime>
@@ -67,6 +67,7 @@ int main(int argc, char **argv)
     if (want.count("big")) check_big();
     if (on("experts")) check_experts(cases);
     if (on("quant")) check_quant(cases);
+    if (on("gmm_quant")) check_gmm_quant(2 * cases);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed ? 1 : 0;
 }

@@ -350,9 +350,12 @@ static void run_case(const Case &c)
                  peakb = kink || jumps ? 1 : 10 * u + wide;
     compare("out", out, l2, peak);
     if (c.dx) compare("dx", dx, l2b, peakb);
-    // A dot product of I terms may cancel; few of them do not average that out.
+    // dp is a product of dout's row and an expert's. It may cancel, and few of them do not average that out: then the
+    // error is that of a product which does not, of rms(dout) rms(y) sqrt(H), with y by out = sum over k of p y.
     const double few = c.T * c.k < 32 ? 16 : 2;
-    if (c.dp) compare("dweights", dp, few * l2b, few * peakb);
+    const double y = mean_square(pr) > 0 ? sqrt(mean_square(out) / mean_square(pr) / (double)c.k) : 0;
+    const double usual = c.T * c.k < 32 ? y * sqrt(mean_square(dout) * (double)c.H) : 0;
+    if (c.dp) compare("dweights", dp, few * l2b, few * peakb, usual);
     dw.compare_all(l2b, peakb, bias, c.dw1, c.dw2);
     static const char *const names[4] = {"da1", "db1", "da2", "db2"};
     for (int i : dlora.there)

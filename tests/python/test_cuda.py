@@ -94,7 +94,7 @@ def test_a_token_has_the_same_bits_in_any_batch(form, sizes, rank):
         rows = torch.randperm(1000, generator=g)[:T]
         for got, wanted in zip(run(rows), whole, strict=True):
             assert torch.equal(got, wanted[rows])
-    if flags & (ops.LIST | ops.TRANSPOSED) or lora or H < 64:
+    if flags & (ops.LIST | ops.TRANSPOSED) or lora or H < 512:  # of few terms another order may well round to the same bits
         return
     order = torch.cat((torch.arange(16, H), torch.arange(16))).cuda()  # the control: another order of the sums over k
     turned = run(torch.arange(1000), x[:, order], ([w[0][..., order], *w[1:]], *how[1:]))

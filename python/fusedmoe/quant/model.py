@@ -133,8 +133,20 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
     return apply(model)
 
 
+def _read(w: Tensor) -> bool:
+    """Whether codes on w's device are read there: on a CUDA device where the library has its backend."""
+    if not w.is_cuda:
+        return w.is_cpu
+    E, N, K = w.shape
+    try:
+        ops.describe(torch.empty(1, K, dtype=torch.bfloat16, device=w.device), E, 1, N // 2 or 1)
+    except RuntimeError:
+        return False
+    return True
+
+
 def adopt(model: nn.Module) -> int:
-    """Run what a model on the CPU already holds quantised, as it is: transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
+    """Run what a model already holds quantised, as it is: transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
     channel), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how many
     modules."""
     found = linears.adopt(model)
@@ -143,7 +155,7 @@ def adopt(model: nn.Module) -> int:
             found += _unparametrized(module)
         if type(module).__name__ != "FP8Experts":
             continue
-        stored = [(n, w) for n, w in _stacks(module) if w.dtype == torch.float8_e4m3fn and w.is_cpu and not isinstance(w, QuantTensor)]
+        stored = [(n, w) for n, w in _stacks(module) if w.dtype == torch.float8_e4m3fn and not isinstance(w, QuantTensor) and _read(w)]
         dtype = getattr(module.config, "dtype", None) or torch.bfloat16
         for name, w in stored:
             scale, block = module._parameters[f"{name}_scale_inv"], module.block_size or (0, 0)

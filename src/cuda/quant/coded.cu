@@ -117,3 +117,60 @@ void quant_describe(const Layer &l, bool gated, const fmoe_weights *w, Quant &q)
     if (w->quant1 && list) coded_part(&q.w1, gated ? 1 : 0, l, w->up, true, w->quant1, l.I, l.H, q.lists[1]);
     if (w->quant2) coded_part(&q.w2, 0, l, list ? w->down : w->w2, list, w->quant2, l.H, l.I, q.lists[2]);
 }
+
+// ---- The grouped matmul ----
+
+GmmRing gmm_ring_carve(fmoe_carve *c, const Plan *plan, const fmoe_desc &d)
+{
+    GmmRing r = {};
+    if (!(d.flags & FMOE_QUANT)) return r;
+    r.bytes = plan->ring;
+    if (d.K) {
+        Layer l = {};
+        Coded stack = {};
+        l.plan = plan, l.dtype = d.dtype, l.E = d.E;
+        r.bytes = share(&stack, l, d.K * d.N);
+    } else {
+        for (MatEntry *&list : r.lists) list = (MatEntry *)fmoe_carve_take(c, d.E, sizeof(MatEntry));
+    }
+    r.p = fmoe_carve_take(c, 1, (size_t)r.bytes);
+    return r;
+}
+
+fmoe_status gmm_coded(const Layer &l, const GmmRing &r, const fmoe_tensor *codes, bool list, const fmoe_quant *q,
+                      int64_t rows, int64_t cols, Coded *c)
+{
+    *c = {};
+    share(c, l, rows * cols);
+    if (c->each > r.bytes)
+        return FAIL(FMOE_ERR_UNSUPPORTED,
+                    "CUDA: a matrix of the list w is %lld bytes when decoded, the workspace has room for %lld "
+                    "(FMOE_CUDA_RING)",
+                    (long long)c->each, (long long)r.bytes);
+    c->ring = r.p;
+    coded_part(c, 0, l, codes, list, q, rows, cols, r.lists);
+    return FMOE_OK;
+}
+
+// A tensor of a list as a stack of one.
+struct One {
+    fmoe_tensor t;
+    int64_t shape[3], strides[3];
+    explicit One(const fmoe_tensor &of) : t(of)
+    {
+        shape[0] = 1, shape[1] = of.shape[0], shape[2] = of.ndim > 1 ? of.shape[1] : 1;
+        strides[0] = 0, strides[1] = fmoe_stride(&of, 0), strides[2] = of.ndim > 1 ? fmoe_stride(&of, 1) : 1;
+        t.shape = shape, t.strides = strides, t.ndim = 3;
+    }
+};
+
+fmoe_status gmm_coded_one(const Layer &l, const GmmRing &r, const fmoe_tensor *codes, int64_t i, const fmoe_quant *q,
+                          int64_t rows, int64_t cols, Coded *c)
+{
+    const One code(codes[i]), scale(q->scale[i]), zeros(q->zeros ? q->zeros[i] : q->scale[i]);
+    fmoe_quant one = *q;
+    one.scale = &scale.t;
+    if (q->zeros) one.zeros = &zeros.t;
+    if (q->scale2) one.scale2 = q->scale2 + i;
+    return gmm_coded(l, r, &code.t, false, &one, rows, cols, c);
+}

@@ -78,3 +78,17 @@ struct Quant {
 };
 Quant quant_carve(fmoe_carve *c, const Layer &l, const fmoe_desc &d);
 void quant_describe(const Layer &l, bool gated, const fmoe_weights *w, Quant &q);
+
+// Of a grouped matmul whose plan has FMOE_QUANT: the ring, and device copies of lists of codes, scales, zeros and
+// second scales. A list's plan knows no sizes: its ring has all the bytes there may be.
+struct GmmRing {
+    void *p;
+    int64_t bytes;
+    MatEntry *lists[4];
+};
+GmmRing gmm_ring_carve(fmoe_carve *c, const Plan *plan, const fmoe_desc &d);
+// Codes of a stack [E,rows,..], of a list, or (one) of a single matrix of a list. An error: one expert does not fit.
+fmoe_status gmm_coded(const Layer &l, const GmmRing &r, const fmoe_tensor *codes, bool list, const fmoe_quant *q,
+                      int64_t rows, int64_t cols, Coded *c);
+fmoe_status gmm_coded_one(const Layer &l, const GmmRing &r, const fmoe_tensor *codes, int64_t i, const fmoe_quant *q,
+                          int64_t rows, int64_t cols, Coded *c);

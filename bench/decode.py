@@ -3,6 +3,7 @@
 the ratio to reading the weights that are touched at --bandwidth.
 
     python bench/decode.py [--models gpt-oss-20b,Mixtral] [--T 1,2,4,8,16,32,64] [--bandwidth 4.28e12] [--same-bits]
+    python bench/decode.py --formats bf16,nf4,mxfp4,fp8 [--route] quantised experts; --route: routing is in the graph too
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import argparse
 import statistics
 
 import torch
+from quant import coded
 
-from fusedmoe import experts, ops
+from fusedmoe import experts, ops, route
 
 OSS = ops.TRANSPOSED | ops.INTERLEAVED | ops.BIAS
 MODELS = {  # H, I, E, k, activation, how the weights are stored, rank of adapters if there are any
@@ -49,11 +51,13 @@ def weights(H: int, I: int, E: int, act: int, flags: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list[torch.Tensor], lora: list) -> tuple[float, float]:
+def clock(T: int, H: int, I: int, E: int, k: int, act: int, flags: int, w: list, lora: list, routed: bool = False) -> tuple[float, float]:
     """Microseconds of a call, and bytes of the weights it reads, on the average."""
     x, p = [normal(T, H) for _ in range(CALLS)], [torch.rand(T, k, device="cuda") for _ in range(CALLS)]
-    ids = [torch.rand(T, E, device="cuda").topk(k).indices for _ in range(CALLS)]
-    run = lambda: [experts(x[i], ids[i], p[i], w, act, flags, 1.702, 7.0, lora) for i in range(CALLS)]  # noqa: E731
+    logits = [torch.rand(T, E, device="cuda").bfloat16() for _ in range(CALLS)]
+    ids = [route(t, k)[0] for t in logits]
+    draw = lambda i: route(logits[i], k, renormalize=True) if routed else (ids[i], p[i])  # noqa: E731
+    run = lambda: [experts(x[i], *draw(i), w, act, flags, 1.702, 7.0, lora) for i in range(CALLS)]  # noqa: E731
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -82,6 +86,8 @@ def main() -> None:
     parser.add_argument("--T", default="1,2,4,8,16,32,64")
     parser.add_argument("--bandwidth", type=float, default=4.28e12, help="bytes a second; the default is an H200's copy bandwidth")
     parser.add_argument("--same-bits", action="store_true", help="the kernels whose bits do not depend on the batch")
+    parser.add_argument("--formats", default="", help="of experts [out,in], beside one another; bf16 is one of them")
+    parser.add_argument("--route", action="store_true")
     o = parser.parse_args()
     tokens = [int(t) for t in o.T.split(",")]
     if not torch.cuda.is_available():
@@ -90,6 +96,15 @@ def main() -> None:
     for name in o.models.split(","):
         H, I, E, k, act, flags, rank = (*MODELS[name], 0)[:7]
         flags |= ops.SAME_BITS if o.same_bits else 0
+        torch.set_default_device("cuda")
+        for format in o.formats.split(",") if o.formats else ():
+            w = [coded(format, E, 2 * I, H), coded(format, E, H, I)]
+            size = 1 if format == "bf16" else sum(t.codes.nbytes + t.scale.nbytes for t in w) / (6 * E * H * I)  # of those of bf16
+            cells = [(us, size * n) for us, n in (clock(T, H, I, E, k, act, 0, w, [], o.route) for T in tokens)]
+            print(f"| {name} {format} |", " | ".join(f"{us:.1f} ({us * 1e-6 * o.bandwidth / n:.2f})" for us, n in cells), "|", flush=True)
+            del w
+        if o.formats:
+            continue
         w, C = weights(H, I, E, act, flags), 2 * I if act < ops.SILU else I
         lora = [(normal(E, rank, H), normal(E, C, rank)), (normal(E, rank, I), normal(E, H, rank))] if rank else []
         cells = [clock(T, H, I, E, k, act, flags, w, lora) for T in tokens]

@@ -3,13 +3,14 @@
 
     python bench/quant.py [--T 4096,16384] [--formats nf4,fp8,mxfp4] [--H 2048 --I 768 --E 128 --k 8 --rank 16] [--f32 1] [--blocks 7]
     python bench/quant.py --forward [--T 1,4,16]            inference: no adapters, nothing saved
-    python bench/quant.py --whole nf4 --T 4096 [--layers 48] [--rank 16] [--f32 1] [--limit 24] [--new 8]
+    python bench/quant.py --whole nf4 --T 4096 [--layers 48] [--rank 16] [--f32 1] [--limit 24] [--new 8] [--chunk 256]
 
 One layer of experts, frozen, forward and backward with adapters: ms of a step and what it takes in memory on top of what lay there.
 Formats come in turns, a block of steps each; the median of the blocks. Codes are random: what they stand for takes no part in the time.
 
 --whole: Qwen3-30B-A3B with random weights made on the card, experts quantised (or bf16), adapters by PEFT on experts and attention,
-AdamW, checkpointing; then it generates --new tokens. --limit: the process may take so many GiB. A line of JSON.
+AdamW, checkpointing; then it generates --new tokens. --limit: the process may take so many GiB. --chunk: the loss so many tokens at a
+time, as examples/finetune_4bit.py has it. A line of JSON.
 """
 
 import argparse
@@ -18,6 +19,8 @@ import statistics
 import time
 
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from fusedmoe.autograd import experts
 from fusedmoe.quant.formats import FORMATS
@@ -89,17 +92,25 @@ def whole(o: argparse.Namespace) -> None:
     model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     ids, times, losses = torch.randint(config.vocab_size, (1, int(o.T or 4096))), [], []
+
+    def chunked() -> torch.Tensor:
+        base = model.get_base_model()
+        hidden, labels = base.model(input_ids=ids).last_hidden_state[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        part = lambda x, y: cross_entropy(base.lm_head(x).float(), y, reduction="sum")  # noqa: E731
+        pieces = zip(hidden.split(o.chunk), labels.split(o.chunk), strict=True)
+        return sum(checkpoint(part, x, y, use_reentrant=False) for x, y in pieces) / len(labels)
+
     for _ in range(o.blocks):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = chunked() if o.chunk else model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
         losses.append(round(float(loss.detach()), 4))
-    peak = torch.cuda.max_memory_allocated() / 2**30
+    peak, reserved = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30
     model.eval().gradient_checkpointing_disable()
     with torch.no_grad():
         model.generate(input_ids=ids[:, :16], max_new_tokens=2, min_new_tokens=2, do_sample=False)
@@ -108,6 +119,7 @@ def whole(o: argparse.Namespace) -> None:
         told = model.generate(input_ids=ids[:, :16], max_new_tokens=o.new, min_new_tokens=o.new, do_sample=False)
         torch.cuda.synchronize()
     print(json.dumps({"experts": o.whole, "T": ids.shape[1], "rank": o.rank, "f32 adapters": bool(o.f32), "limit GiB": o.limit,
+                      "reserved GiB": round(reserved, 2),
                       "ms": round(1e3 * statistics.median(times[2:]), 1), "GiB": round(peak, 2), "weights GiB": round(weights, 2),
                       "losses": losses[:3] + losses[-1:], "ms a new token": round(1e3 * (time.perf_counter() - begin) / o.new, 1),
                       "tokens": told[0, 16:24].tolist(), "peft": peft.__version__}), flush=True)  # fmt: skip
@@ -115,7 +127,7 @@ def whole(o: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in dict(H=2048, I=768, E=128, k=8, rank=16, blocks=7, steps=6, f32=1, layers=48, limit=0, new=8).items():
+    for name, value in dict(H=2048, I=768, E=128, k=8, rank=16, blocks=7, steps=6, f32=1, layers=48, limit=0, new=8, chunk=0).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--T", default="")
     parser.add_argument("--formats", default="nf4,mxfp4,int4,fp8,int8")

@@ -233,17 +233,24 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
     if (p->d.op == FMOE_OP_EXPERTS) {
         const bool lora = p->d.rank1 || p->d.rank2,
                    ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
+        const bool quant = p->d.flags & FMOE_QUANT;
+        const auto few = quant ? fmoe_cuda_use_decode_coded : fmoe_cuda_use_decode;
         int64_t most = 0, cols = lora ? 0 : fmoe_cuda_most_decode_nmajor(&plan->shape);
-        while (ranks && (plan->path == FMOE_PATH_SM90 || plan->stages) && fmoe_cuda_use_decode(&plan->shape, most + 1))
-            most++;
-        if (most)
+        while (ranks && (plan->path == FMOE_PATH_SM90 || plan->stages) && few(&plan->shape, most + 1)) most++;
+        if (most && quant)
+            used += snprintf(line + used, sizeof line - (size_t)used,
+                             "inference of up to %lld tokens: kernels that stream codes and decode them in registers "
+                             "(stacks; rows of whole 16 bytes; groups of 16, 32, 64 and so on)\n",
+                             (long long)most);
+        else if (most)
             used += snprintf(
                 line + used, sizeof line - (size_t)used,
                 "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
                 (long long)most, (long long)cols);
-        if (p->d.flags & FMOE_SAME_BITS)
+        if (quant || p->d.flags & FMOE_SAME_BITS)
             snprintf(line + used, sizeof line - (size_t)used,
-                     "same bits for any batch: a token's out, dx and gradients of its routing weights\n");
+                     "same bits for any batch%s: a token's out, dx and gradients of its routing weights\n",
+                     quant && !(p->d.flags & FMOE_SAME_BITS) ? ", of quantised weights" : "");
         else
             snprintf(
                 line + used, sizeof line - (size_t)used,

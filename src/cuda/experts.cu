@@ -71,7 +71,7 @@ static Forward carve_forward(fmoe_carve *c, const Layer &l, const fmoe_desc &d, 
     Forward f = {};
     f.part = (int *)fmoe_carve_take(c, (int64_t)rowmap_part_count(l.R, l.E), 4);
     f.ready = (Ready *)fmoe_carve_take(c, kReady, sizeof(Ready));
-    f.done = (int *)fmoe_carve_take(c, fmoe_ceil_div(l.H, 16), 4);
+    f.done = (int *)fmoe_carve_take(c, fmoe_ceil_div(l.H, 8), 4);
     f.lists = carve_lists(c, l.E, false);
     if (map) f.map = carve_map(c, l.R, l.rows, l.E);
     f.a = take_rows(c, l, l.I);
@@ -377,10 +377,13 @@ fmoe_status experts_forward(const fmoe_plan_impl *p, const fmoe_experts_args *gi
     fmoe_carve c = fmoe_carve_begin(run->workspace, kAlign), s = fmoe_carve_begin(a->saved, kSavedAlign);
     Forward f = carve_forward(&c, l, p->d, !a->saved);
     const bool quant = a->w.quant1 || a->w.quant2;
-    const bool decode = !a->saved && !quant && fmoe_cuda_use_decode(&plan->shape, l.T),
+    const bool decode = !a->saved && (quant ? a->w.w1 && fmoe_cuda_use_decode_coded(&plan->shape, l.T)
+                                            : fmoe_cuda_use_decode(&plan->shape, l.T)),
                narrowed = decode && narrow_factors(p->d, a, nullptr, f.narrow, &args.w, stream);
     stream.overlap &= !narrowed; // decode kernels begin to read before the launch before them has ended
-    if (decode && decode_run(p, a, run, DecodeScratch{f.a, f.y, f.done, f.h, {f.l1.p, f.l2.p}}, stream))
+    if (decode && quant) quant_describe(l, p->gated, &a->w, f.quant);
+    const DecodeScratch scratch = {f.a, f.y, f.done, f.h, {f.l1.p, f.l2.p}};
+    if (decode && decode_run(p, a, run, scratch, quant ? &f.quant : nullptr, stream))
         return fmoe_cuda_launched("experts forward (decode)");
     stream.overlap = plan->cc >= 90;
     if (a->saved) f.map = carve_map(&s, l.R, l.rows, l.E);

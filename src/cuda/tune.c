@@ -70,6 +70,16 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T)
     return few && half && s->H % 8 == 0 && s->I % 8 == 0 && s->E <= 4096 && s->cc >= 80;
 }
 
+int fmoe_cuda_use_decode_coded(const fmoe_cuda_shape *s, int64_t T)
+{
+    const int half = s->dtype == FMOE_BF16 || s->dtype == FMOE_F16;
+    const int64_t R = T * s->k;
+    /* Weights are decoded again for each eight tokens of an expert, else once and through memory: five times as long.
+     */
+    const int few = T >= 1 && T <= 128 && R <= 1024 && R <= 32 * s->E;
+    return few && half && s->H % 8 == 0 && s->I % 8 == 0 && s->E <= 4096 && s->cc >= 80;
+}
+
 int fmoe_cuda_decode_rank(int64_t rank) { return rank % 8 == 0 && rank <= 128; }
 
 int fmoe_cuda_use_decode_nmajor(const fmoe_cuda_shape *s, int64_t T)

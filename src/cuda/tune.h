@@ -53,6 +53,10 @@ int fmoe_cuda_use_pairs(int64_t R, int64_t E);
 /* Whether T tokens go to the weight-streaming decode kernels (inference only): about one row an expert or fewer. */
 int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 
+/* The same of quantised weights, up to some 32 rows an expert: decoding the codes in registers, several times over if
+ * need be, takes less than decoding them into memory. */
+int fmoe_cuda_use_decode_coded(const fmoe_cuda_shape *s, int64_t T);
+
 /* Whether they take adapters of a rank, beside weights [out,in]: whole 16 bytes, 8 steps a lane. */
 int fmoe_cuda_decode_rank(int64_t rank);
 

@@ -247,6 +247,15 @@ static inline void check_guards()
     verdict(where.empty(), "written outside: %s", where.c_str());
 }
 
+// Of what the reference has.
+static inline double mean_square(const Tensor &t)
+{
+    double sum = 0;
+    int64_t count = 0;
+    t.each([&](int64_t i) { sum += t.ref[(size_t)i] * t.ref[(size_t)i], count++; });
+    return count ? sum / (double)count : 0;
+}
+
 // Relative L2 error of the whole, and every element within `peak` roundings of the largest magnitude. `usual`: the
 // magnitude an element has unless its sum cancels; where all of them are smaller, errors are measured by it.
 static inline void compare(const char *name, const Tensor &t, double l2, double peak, double usual = 0)

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "cuda/sm90/product.cuh"
+#include "fake_tensors.h"
 #include "record_runtime.h"
 
 static std::string text; // all launches so far
@@ -96,45 +97,6 @@ static void flush(const char *pass, fmoe_status status)
     launches.clear();
 }
 
-// ---- Tensors whose memory nobody touches: addresses that are the same in every run ----
-
-static uintptr_t next_address;
-struct Tensor {
-    int64_t shape[3], strides[3];
-    fmoe_tensor t;
-};
-static std::deque<Tensor> tensors;
-
-static uintptr_t take(int64_t bytes, int64_t gap)
-{
-    const uintptr_t p = (next_address + 255) / 256 * 256 + (uintptr_t)gap;
-    next_address = p + (uintptr_t)bytes;
-    return p;
-}
-
-// turned: the last two dimensions are stored the other way round; pad: elements after each row.
-static const fmoe_tensor *tensor(int dtype, std::vector<int64_t> shape, bool turned = false, int64_t pad = 0,
-                                 int64_t gap = 0)
-{
-    tensors.emplace_back();
-    Tensor &v = tensors.back();
-    const int n = (int)shape.size(), bits = dtype < 0 ? -dtype : dtype == FMOE_F32 ? 32 : 16;
-    int64_t stride = 1;
-    for (int i = n; i-- > 0;) {
-        const int d = turned && i >= n - 2 ? 2 * n - 3 - i : i;
-        v.shape[d] = shape[(size_t)d], v.strides[d] = stride;
-        stride *= shape[(size_t)d];
-        if (i == n - 1) stride += pad;
-    }
-    v.t = fmoe_tensor{};
-    v.t.data = (void *)take(stride * bits / 8, gap);
-    v.t.device = {FMOE_CUDA, 0};
-    v.t.ndim = n;
-    v.t.dtype = {(uint8_t)(dtype < 0 ? 0 : dtype == FMOE_BF16 ? 4 : 2), (uint8_t)bits, 1};
-    v.t.shape = v.shape, v.t.strides = v.strides;
-    return &v.t;
-}
-
 static const fmoe_backend *backend;
 
 struct Plan1 { // a plan, and the runs of its passes
@@ -182,6 +144,7 @@ struct Experts {
     int64_t rank1 = 0, rank2 = 0, shift = 0;
     int turned_factors = 0;
     bool inference = false; // that alone
+    int format = 0;         // of quantised weights (fake_tensors.h)
 };
 
 static uint64_t state = 1;
@@ -230,12 +193,12 @@ static void factors(const Experts &c, bool gated, int dtype, int turned, int whi
 
 static void run_experts(const Experts &c)
 {
-    tensors.clear(), lists.clear();
+    tensors.clear(), lists.clear(), fake_codes.clear();
     next_address = (uintptr_t)1 << 45;
     fmoe_desc d = {};
     d.size = sizeof d;
     d.op = FMOE_OP_EXPERTS;
-    d.dtype = c.dtype, d.act = c.act, d.flags = c.flags;
+    d.dtype = c.dtype, d.act = c.act, d.flags = c.flags | (c.format ? (uint32_t)FMOE_QUANT : 0);
     d.H = c.H, d.I = c.I, d.E = c.E, d.k = c.k, d.rank1 = c.rank1, d.rank2 = c.rank2;
     Plan1 plan(d);
     const bool gated = plan.p.gated;
@@ -245,6 +208,11 @@ static void run_experts(const Experts &c)
     a.ids = tensor(-32, {c.T, c.k});
     a.weights = tensor(FMOE_F32, {c.T, c.k});
     a.w = weights(c, gated, c.dtype, c.list, c.nmajor1, c.nmajor2, DW1 | DW2);
+    if (c.format) {
+        const FakeCodes &first = coded(c.format, c.E, gated ? 2 * c.I : c.I, c.H),
+                        &second = coded(c.format, c.E, c.H, c.I);
+        a.w.w1 = first.codes, a.w.quant1 = &first.q, a.w.w2 = second.codes, a.w.quant2 = &second.q;
+    }
     factors(c, gated, c.dtype, c.turned_factors, ALL, a.w);
     a.w.lora_scale1 = 2;
     a.out = tensor(c.dtype, {c.T, c.H});
@@ -444,6 +412,16 @@ static void named()
         c.T = 1024, c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED | FMOE_SAME_BITS,
         c.act = FMOE_ACT_SWIGLU_OAI, c.nmajor1 = c.nmajor2 = true;
     });
+    experts("NF4, adapters", [](X c) { c.format = 1, c.E = 16, c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
+    experts("one token, NF4", [](X c) { c.T = 1, c.format = 1, c.inference = true; });
+    experts("16 tokens, MXFP4, adapters", [](X c) { c.T = 16, c.format = 2, c.rank1 = 16, c.inference = true; });
+    experts("64 tokens, FP8", [](X c) { c.T = 64, c.format = 3, c.inference = true; });
+    experts("four tokens, INT8, f16", [](X c) { c.T = 4, c.format = 4, c.dtype = FMOE_F16, c.inference = true; });
+    experts("four tokens, INT4 with zeros", [](X c) { c.T = 4, c.format = 5, c.inference = true; });
+    experts("four tokens, NVFP4", [](X c) { c.T = 4, c.format = 6, c.inference = true; });
+    experts("four tokens, NF4, rows of no whole 16 bytes",
+            [](X c) { c.T = 4, c.E = 16, c.format = 1, c.H = 2056, c.inference = true; });
+    experts("129 tokens, NF4", [](X c) { c.T = 129, c.E = 16, c.format = 1, c.inference = true; });
     typedef Groups &G;
     gmm("grouped matmul", [](G) {});
     gmm("grouped matmul, biases, gradients of f32 that are added to",
@@ -461,6 +439,7 @@ static void named()
     experts("compute capability 8.0, four tokens", [](X c) { c.T = 4, c.inference = true; });
     experts("compute capability 8.0, four tokens, same bits",
             [](X c) { c.T = 4, c.flags = FMOE_SAME_BITS, c.inference = true; });
+    experts("compute capability 8.0, four tokens, NF4", [](X c) { c.T = 4, c.format = 1, c.inference = true; });
     gmm("compute capability 8.0, grouped matmul", [](G c) { c.bias = true; });
     experts("compute capability 8.0, biases, gate and up as neighbours, weights [in,out]", [](X c) {
         c.E = 32, c.k = 4, c.flags = FMOE_BIAS | FMOE_INTERLEAVED, c.act = FMOE_ACT_SWIGLU_OAI,

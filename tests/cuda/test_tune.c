@@ -57,8 +57,10 @@ int main(void)
     s.cc = 90;
     CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) &&
           !fmoe_cuda_use_decode(&s, 0));
+    CHECK(fmoe_cuda_use_decode_coded(&s, 1) && fmoe_cuda_use_decode_coded(&s, 128) &&
+          !fmoe_cuda_use_decode_coded(&s, 129) && !fmoe_cuda_use_decode_coded(&s, 0));
     s.I = 700;
-    CHECK(!fmoe_cuda_use_decode(&s, 1));
+    CHECK(!fmoe_cuda_use_decode(&s, 1) && !fmoe_cuda_use_decode_coded(&s, 1));
     s.I = 1408;
     CHECK(fmoe_cuda_use_decode(&s, 1));
     s.I = 768;

@@ -14,6 +14,7 @@ from ..quant import operators
 from .exchange import TorchExchange, group_of
 
 MODES = {"exact": 0, "lean": 1}
+STATS = ("rows_out", "rows_in", "pairs_out", "pairs_in", "bytes_counts", "bytes_pairs", "bytes_out", "bytes_back", "dropped")
 
 
 class ExpertParallel:
@@ -45,6 +46,11 @@ class ExpertParallel:
         self.dropped: Tensor | None = None
         # What the last call moved to and from other ranks: rows, (token, expert) pairs, bytes; slots that were dropped.
         self.stats: dict[str, int] = {}
+
+    @property
+    def direct(self) -> bool:
+        """One rank that has all experts in order: nothing travels."""
+        return self.ranks == 1 and not self.capacity and self.local == [*range(self.num_experts)]
 
     @property
     def local(self) -> list[int]:
@@ -144,6 +150,11 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     tokens. On the CPU and CUDA. Quantised weights have the same format on every rank."""
     if not (x.is_cpu or x.is_cuda):
         raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU and CUDA")
+    if ep.direct:
+        out = autograd.experts(x, ids, p, w, act, flags, alpha, limit, lora)
+        ep.count(ids)
+        ep.stats = dict.fromkeys(STATS, 0)
+        return out
     act, flags = checks.code("experts", "act", Activation, act), int(flags)
     dtype, is_coded, coded = autograd.compute_dtype(x, w[0]), quantised.is_quantised(w), None
     w = [t if t.dtype == dtype or quantised.is_quantised([t]) else t.to(dtype) for t in w]

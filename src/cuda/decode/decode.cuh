@@ -4,6 +4,7 @@
 // the bits of the large products.
 #pragma once
 #include "cuda/act.cuh"
+#include "cuda/quant/coded.cuh"
 
 #include <type_traits>
 
@@ -12,12 +13,13 @@ static constexpr int DECODE_PARTS = 8;
 struct DecodeScratch {
     void *a;             // [R, I] in the plan's dtype
     void *y;             // [R, H]
-    int *done;           // [H / 16, rounded up]
+    int *done;           // [H / 8, rounded up]
     void *parts;         // [DECODE_PARTS][R, 2I + H] in f32, for weights [in,out]
     const void *lora[2]; // [R, rank] in the plan's dtype, for the adapters of W1 and W2
 };
+// quant: of a layer with quantised weights, its descriptors, else NULL.
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *a, const fmoe_run *run, const DecodeScratch &scratch,
-                Stream &s);
+                const Quant *quant, Stream &s);
 
 static constexpr int DECODE_THREADS = 256, DECODE_WARPS = DECODE_THREADS / 32;
 
@@ -158,8 +160,23 @@ struct NoDecodeLists {
 };
 static_assert(sizeof(DecodeArgs) + sizeof(DecodeLists) <= 4096, "launch parameters");
 
+// ---- Quantised weights (stream_coded.cuh) ----
+
+// A launch parameter: codes of a stack, [out,in]; 2^shift neighbours of a row have one scale.
+struct CodedParams {
+    CodedMatrix m;
+    int shift;
+};
+// False: not of this form, and the layer is for the large products.
+bool stream_coded_ok(const CodedMatrix &m, int64_t E, CodedParams *params);
+void stream_coded_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
+void stream_nibbles_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
+void stream_bytes_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
+
 // lists: of W1 and of W2, where the weights are lists or (kmajor.cu) there are adapters, else NULL.
 void decode_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s);
 void decode_nmajor_run(const DecodeArgs &a, int dtype, const Plan *plan, Stream &s);
-void stream_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s);
+// coded: of W1 and of W2, where they are quantised, else NULL.
+void stream_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, const CodedParams *const coded[2], int dtype,
+                       const Plan *plan, Stream &s);
 void stream_nmajor_run(const DecodeArgs &a, int dtype, const Plan *plan, Stream &s);

@@ -45,19 +45,36 @@ static bool pairs_ok(const DecodeArgs &a, const fmoe_tensor *b1)
     return bias && a.fast.kind <= FAST_CLAMP && a.I % 64 == 0;
 }
 
+// Quantised weights: the kernels that read codes have the bits of the large products, asked for or not.
+static bool coded_ok(const Quant *quant, bool list, int64_t E, CodedParams (&params)[2], const CodedParams *(&coded)[2])
+{
+    const Coded *const of[2] = {quant ? &quant->w1 : nullptr, quant ? &quant->w2 : nullptr};
+    for (int i = 0; i < 2; i++) {
+        coded[i] = nullptr;
+        if (!of[i] || !of[i]->parts) continue;
+        if (list || !stream_coded_ok(of[i]->part[0], E, &params[i])) return false;
+        coded[i] = &params[i];
+    }
+    return true;
+}
+
 bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fmoe_run *run_args,
-                const DecodeScratch &scratch, Stream &s)
+                const DecodeScratch &scratch, const Quant *quant, Stream &s)
 {
     const Plan *plan = plan_of(p);
     const fmoe_weights &w = args->w;
     const int64_t T = args->x->shape[0], E = p->d.E;
-    if (!fmoe_cuda_use_decode(&plan->shape, T)) return false;
-    const bool list = !w.w1, lora = p->d.rank1 || p->d.rank2, apart = !list && (p->d.flags & FMOE_INTERLEAVED),
-               same = p->d.flags & FMOE_SAME_BITS;
+    if (!(quant ? fmoe_cuda_use_decode_coded : fmoe_cuda_use_decode)(&plan->shape, T)) return false;
+    const bool list = !w.w1, lora = p->d.rank1 || p->d.rank2,
+               apart = !list && p->gated && (p->d.flags & FMOE_INTERLEAVED),
+               same = quant || (p->d.flags & FMOE_SAME_BITS);
+    CodedParams params[2];
+    const CodedParams *coded[2];
+    if (!coded_ok(quant, list, E, params, coded)) return false;
     const fmoe_tensor *const w1 = w.w1 ? w.w1 : p->gated ? w.gate : w.up, *const w2 = w.w1 ? w.w2 : w.down;
     const int row = list ? 0 : 1; // the dimension
-    const bool rows = fmoe_stride(w1, row + 1) == 1 && fmoe_stride(w2, row + 1) == 1;
-    const bool cols = !list && !lora && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 &&
+    const bool rows = (coded[0] || fmoe_stride(w1, row + 1) == 1) && (coded[1] || fmoe_stride(w2, row + 1) == 1);
+    const bool cols = !quant && !list && !lora && fmoe_stride(w1, 1) == 1 && fmoe_stride(w2, 1) == 1 &&
                       fmoe_cuda_use_decode_nmajor(&plan->shape, T);
     if (!rows && !cols) return false;
     // Without the fast general products the large ones add an adapter's part on its own.
@@ -78,6 +95,9 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.w2 = fmoe_data(w2);
     a.w1_g = list ? 0 : fmoe_stride(w1, 0), a.w1_r = fmoe_stride(w1, rows ? row : 2);
     a.w2_g = list ? 0 : fmoe_stride(w2, 0), a.w2_r = fmoe_stride(w2, rows ? row : 2);
+    // As the ring has them, which the large products read (quant/coded.cuh).
+    if (coded[0]) a.w1 = nullptr, a.w1_r = a.H, a.w1_g = p->h_cols * a.H;
+    if (coded[1]) a.w2 = nullptr, a.w2_r = a.I, a.w2_g = a.H * a.I;
     const uintptr_t bits = (uintptr_t)a.x | (uintptr_t)a.w1 | (uintptr_t)a.w2;
     if (bits % 16 || (a.x_r | a.w1_g | a.w1_r | a.w2_g | a.w2_r) % 8) return false;
     // Nor do they have the activation with the product where these are not so.
@@ -117,7 +137,8 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.part[0] = (float *)scratch.parts;
     a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)p->h_cols;
     const DecodeLists *const given = list || (lora && !same) ? lists : nullptr;
-    if (rows) (same ? stream_kmajor_run : decode_kmajor_run)(a, given, p->d.dtype, plan, s);
+    if (rows && same) stream_kmajor_run(a, given, coded, p->d.dtype, plan, s);
+    else if (rows) decode_kmajor_run(a, given, p->d.dtype, plan, s);
     else (same ? stream_nmajor_run : decode_nmajor_run)(a, p->d.dtype, plan, s);
     return true;
 }

@@ -9,14 +9,19 @@
 // The tokens come through the ring too: a load from global memory would come back after the weights that all warps of
 // the multiprocessor asked for before it. (So measured: up to 1.6 times the time.)
 //
-// Where the weights come from is a Source (stream_kmajor.cu has one, stream_nmajor.cu another):
-//   Params          a launch parameter                MT      16s of rows of a tile
+// Where the weights come from is a Source (stream_kmajor.cu, stream_nmajor.cu and stream_coded.cuh have one each):
+//   Params          a launch parameter                MT      16s of rows of a tile; ROWS: those that are there
 //   Tile            where a tile's weights are        CHUNK   elements of k that are asked for at once
-//   STAGE           bytes of a chunk in shared memory
+//   STAGE           bytes of a chunk in shared memory; EXTRA: bytes of a block's own beside its stages
+//   FACTOR          elements of an adapter's rank that are asked for at once
+//   PITCH_PAD       bytes after each token in shared memory
 //   BY_EXPERT       tiles of an expert are neighbours in memory, so a block should have them
+//   most(a)         tokens of a stage, eight at most
+//   prepare(extra)  called by all threads, before anything is waited for
 //   tiles()         tiles of an expert's matrix       tile(e, g)   the g-th
-//   ask(stage, tile, step)        begins to bring chunk `step`; the one after the last of k is the adapter's
-//   fragment(stage, j, m, v)      the j-th 16 of k of the m-th 16 rows, as mma.sync wants it
+//   ask(stage, tile, step)        begins to bring chunk `step`; those after the last of k are the adapter's
+//   begin(e, g)                   the next chunks are of this tile
+//   chunk(stage, most, step, n, acc)  up to eight tokens times chunk `step`, n of k
 //   rows(g, v, f), pairs(g, v, f) calls f(row, values of two tokens), f(feature, gates, ups) for what this lane has
 #pragma once
 #include "decode.cuh"
@@ -28,10 +33,11 @@ static constexpr int MOST_STAGES = 8; // of a ring
 
 // What a Source has of shared memory.
 struct StreamWarp {
-    uint32_t buffer; // stages one after the other
-    int bytes;       // of a stage: weights, then tokens
+    const char *buffer; // stages one after the other
+    int bytes;          // of a stage: weights, then tokens
     int lane;
-    DEV uint32_t at(int stage) const { return buffer + stage * bytes; }
+    DEV const char *stage(int i) const { return buffer + i * bytes; }
+    DEV uint32_t at(int i) const { return smem_u32(stage(i)); }
 };
 
 // When all copies of this lane but those of the last n stages have arrived.
@@ -59,14 +65,16 @@ template <DecodeProduct P> struct StreamProduct {
     DEV int features() const { return P == UP ? (int)a.I : P == DOWN ? (int)a.H : lora().rank; } // of the result
 };
 
-// Tokens of a stage, up to eight. Lines of shared memory lie so that eight of them, 16 bytes each, are in all banks.
+// Tokens of a stage. Lines of shared memory lie so that what a warp reads at once is in different banks.
 template <class Source> struct StreamTokens {
-    static constexpr int PITCH = Source::CHUNK * 2 + 16;
-    static __host__ DEV int most(int64_t T) { return T < 8 ? (int)T : 8; }
-    static __host__ DEV int stage_bytes(int64_t T) { return Source::STAGE + most(T) * PITCH; } // with the weights
+    static constexpr int PITCH = Source::CHUNK * 2 + Source::PITCH_PAD;
+    // With the weights.
+    static __host__ DEV int stage_bytes(const DecodeArgs &a) { return Source::STAGE + Source::most(a) * PITCH; }
 };
+static __host__ DEV int most_tokens(const DecodeArgs &a, int64_t n) { return (int)(a.T < n ? a.T : n); }
 
-// Up to eight tokens times a chunk of n of k.
+// Up to eight tokens times a chunk of n of k, of weights in shared memory: source.fragment(stage, j, m, v) is the j-th
+// 16 of k of the m-th 16 rows, as mma.sync wants it.
 template <class T, class Source>
 DEV void stream_chunk(const Source &source, int stage, int most, int n, float (&acc)[Source::MT][4])
 {
@@ -98,6 +106,27 @@ DEV void stream_chunk(const Source &source, int stage, int most, int n, float (&
         for (int j = 0; 16 * j < n; j += 2) two(j, n - 16 * j);
     }
 }
+
+// ---- Tiles of 16 rows, or of eight ----
+
+// Of one token a warp to every 16 rows is too few warps: what each does one after the other takes longer than to read
+// its weights. With eight rows there are twice as many, and half of every mma.sync is zeros. A tile of a gated up has
+// as many rows of the gates as of the ups. What a lane has of a tile's results:
+template <int ROWS, class F> DEV void tile_rows(int g, int features, const float (&v)[1][4], F f)
+{
+    const int row = ROWS * g + threadIdx.x % 32 / 4;
+    f(row, {v[0][0], v[0][1]});
+    if (ROWS == 16 && row + 8 < features) f(row + 8, {v[0][2], v[0][3]});
+}
+template <int ROWS, class F> DEV void tile_pairs(int g, const float (&v)[1][4], F f)
+{
+    const int row = threadIdx.x % 32 / 4;
+    if (ROWS == 16) return f(8 * g + row, {v[0][0], v[0][1]}, {v[0][2], v[0][3]});
+    const float up[2] = {__shfl_xor_sync(~0u, v[0][0], 16), __shfl_xor_sync(~0u, v[0][1], 16)}; // of row + 4
+    if (row < 4) f(4 * g + row, {v[0][0], v[0][1]}, up);
+}
+// Whether tiles of eight rows, twice as many as these of 16, are no more than warps that the card has.
+static inline bool small_tiles(int64_t tiles, const Plan *plan) { return 2 * tiles <= 2 * DECODE_WARPS * plan->sms; }
 
 // ---- What follows a tile ----
 
@@ -220,66 +249,76 @@ __global__ void __launch_bounds__(DECODE_THREADS, 2)
 {
     extern __shared__ __align__(128) char shared[];
     typedef StreamTokens<Source> Tokens;
-    constexpr int COLUMNS = 16 * Source::MT; // of a tile of down
-    const int most = Tokens::most(a.T), bytes = Tokens::stage_bytes(a.T);
+    constexpr int COLUMNS = Source::ROWS; // of a tile of down
+    const int most = Source::most(a), bytes = Tokens::stage_bytes(a);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const StreamProduct<P> m = {a};
-    const Source source(a, params, StreamWarp{smem_u32(shared) + warp * stages * bytes, bytes, lane});
+    Source source(a, params, StreamWarp{shared + Source::EXTRA + warp * stages * bytes, bytes, lane});
+    source.prepare(shared);
     // Ids and x come from the launch before. An adapter's launch before up waited for it, and up for all of down's.
     bool waited = P == LORA_UP || (P == UP && !m.adapted());
     if (waited) depend_wait();
     depend_launch();
-    const Hits h = find_experts(a, shared + warps * stages * bytes);
-    const int groups = source.tiles(), total = groups * h.count, k = m.k(),
-              chunks = (k + Source::CHUNK - 1) / Source::CHUNK, steps = chunks + m.adapted();
+    const Hits h = find_experts(a, shared + Source::EXTRA + warps * stages * bytes);
+    const int groups = source.tiles(), total = groups * h.count, k = m.k(), rank = m.adapted() ? m.lora().rank : 0,
+              chunks = (k + Source::CHUNK - 1) / Source::CHUNK,
+              steps = chunks + (rank + Source::FACTOR - 1) / Source::FACTOR;
     const int begin = (int)((int64_t)total * blockIdx.x / gridDim.x) + warp,
               end = warp < warps ? (int)((int64_t)total * (blockIdx.x + 1) / gridDim.x) : 0;
     if (P == UP && blockIdx.x == 0)
-        for (int i = threadIdx.x; i < (a.H + 15) / 16; i += DECODE_THREADS) a.done[i] = 0;
+        for (int i = threadIdx.x; i < (a.H + 7) / 8; i += DECODE_THREADS) a.done[i] = 0;
     // Of down all experts of some columns come one after the other, so that sums over them are made as it goes.
     constexpr bool ACROSS = P == DOWN && !Source::BY_EXPERT;
     const auto hit_of = [&](int i) { return ACROSS ? i % h.count : i / groups; };
     const auto group_of = [&](int i) { return ACROSS ? i / h.count : i % groups; };
     const auto elements = [&](int step) {
-        return step == chunks ? m.lora().rank : min(Source::CHUNK, k - step * Source::CHUNK);
+        return step < chunks ? min(Source::CHUNK, k - step * Source::CHUNK)
+                             : min(Source::FACTOR, rank - (step - chunks) * Source::FACTOR);
     };
 
-    // What is asked for next. More tokens of an expert than a stage has: its weights come again.
+    constexpr bool FIRST = P == UP || P == LORA_UP; // else the tokens are results of the launch before
+    // What is asked for next. More tokens of an expert than a stage has: its weights come again. What a tile needs is
+    // found out once: what a warp does for a chunk is in the way of what it computes.
     struct Next {
-        int i, step, from, hit, slot; // slot: of token from + lane % 8
+        int i, step, from;
+        int there;      // tokens
+        bool last;      // of the expert
+        int slot;       // of token from + lane % 8
+        const T *token; // that one
         typename Source::Tile tile;
     };
     Next next = {begin};
     const auto ask = [&](int stage, bool weights, bool tokens) {
         if (next.i >= end) return;
         if (next.step == 0) {
-            next.hit = hit_of(next.i);
-            next.slot = h.slot(next.hit, next.from + lane % 8);
-            next.tile = source.tile(h.id[h.first[next.hit]], group_of(next.i));
+            const int hit = hit_of(next.i), left = h.slots[hit] - next.from;
+            next.there = min(most, left), next.last = left <= most;
+            next.slot = h.slot(hit, next.from + lane % 8);
+            next.token = FIRST ? (const T *)a.x + next.slot / a.k * a.x_r : (const T *)a.a + next.slot * a.I;
+            next.tile = source.tile(h.id[h.first[hit]], group_of(next.i));
         }
         if (weights) source.ask(stage, next.tile, next.step);
         if (tokens) {
-            const int n = elements(next.step), there = min(most, h.slots[next.hit] - next.from);
-            const bool lora = next.step == chunks;
-            if (lora && !waited) depend_wait(), waited = true;
             constexpr int PIECES = Source::CHUNK / 8;
             const int piece = lane % PIECES;
+            const bool lora = next.step >= chunks;
+            const T *from = next.token + next.step * Source::CHUNK;
+            if (lora) {
+                if (!waited) depend_wait(), waited = true;
+                from = (const T *)m.lora().rows + next.slot * rank + (next.step - chunks) * Source::FACTOR;
+            }
+            const bool in = piece * 8 < elements(next.step);
             const uint32_t to = source.warp.at(stage) + Source::STAGE + piece * 16;
-            for (int r = 0; r < there; r += 32 / PIECES) {
-                const int row = r + lane / PIECES, slot = __shfl_sync(~0u, next.slot, row % 8);
-                const T *const token = lora                      ? (const T *)m.lora().rows + slot * n
-                                       : P == UP || P == LORA_UP ? (const T *)a.x + slot / a.k * a.x_r
-                                                                 : (const T *)a.a + slot * a.I;
-                if (row < there && piece * 8 < n)
-                    cp_async16(to + row * Tokens::PITCH, token + (lora ? 0 : next.step * Source::CHUNK) + piece * 8,
-                               true);
+            for (int r = 0; r < next.there; r += 32 / PIECES) {
+                const int row = r + lane / PIECES;
+                const T *const token = (const T *)__shfl_sync(~0u, (unsigned long long)from, row % 8);
+                if (in && row < next.there) cp_async16(to + row * Tokens::PITCH, token + piece * 8, true);
             }
         }
         if (++next.step < steps) return;
         next.step = 0, next.from += most;
-        if (next.from >= h.slots[next.hit]) next.from = 0, next.i += warps;
+        if (next.last) next.from = 0, next.i += warps;
     };
-    constexpr bool FIRST = P == UP || P == LORA_UP; // else the tokens are results of the launch before
     if (!FIRST) {
         for (int s = 0; s < stages; s++) ask(s, true, false);
         depend_wait(), waited = true;
@@ -290,13 +329,14 @@ __global__ void __launch_bounds__(DECODE_THREADS, 2)
     int stage = 0;
     for (int i = begin; i < end; i += warps) {
         const int hit = hit_of(i), g = group_of(i), e = h.id[h.first[hit]], tokens = h.slots[hit];
+        source.begin(e, g);
         for (int from = 0; from < tokens; from += most) {
             float acc[Source::MT][4] = {};
 #pragma unroll 1
             for (int step = 0; step < steps; step++) {
                 wait_for_all_but(stages - 1);
                 __syncwarp();
-                stream_chunk<T>(source, stage, most, elements(step), acc);
+                source.chunk(stage, most, step, elements(step), acc);
                 __syncwarp();
                 ask(stage, true, true);
                 cp_async_commit();
@@ -320,7 +360,7 @@ template <class Source, class Kernel>
 static void launch_decode(const DecodeArgs &a, const typename Source::Params &params, Kernel kernel, int64_t tiles,
                           const Plan *plan, Stream &s)
 {
-    const int bytes = StreamTokens<Source>::stage_bytes(a.T), hits = Hits::bytes_of(a.R, a.E),
+    const int bytes = StreamTokens<Source>::stage_bytes(a), hits = Hits::bytes_of(a.R, a.E) + Source::EXTRA,
               blocks = Source::BY_EXPERT && tiles <= DECODE_WARPS * plan->sms ? 1 : 2,
               grid = (int)fmoe_min(tiles, blocks * plan->sms),
               room = (int)fmoe_min((int64_t)plan->shared, (int64_t)112 * 1024) - hits;

@@ -10,7 +10,8 @@ struct NoParams {
 template <class T, DecodeProduct P> struct ColumnSource {
     typedef NoParams Params;
     static constexpr bool BY_EXPERT = true;
-    static constexpr int MT = 2, CHUNK = 64, LINE = 64, STAGE = CHUNK * LINE;
+    static constexpr int MT = 2, ROWS = 32, CHUNK = 64, LINE = 64, STAGE = CHUNK * LINE, EXTRA = 0, FACTOR = CHUNK,
+                         PITCH_PAD = 16;
     struct Tile {
         const T *piece; // this lane's of the first k it has
     };
@@ -18,6 +19,13 @@ template <class T, DecodeProduct P> struct ColumnSource {
     const StreamWarp warp;
     DEV ColumnSource(const DecodeArgs &a, const Params &, const StreamWarp &w) : m{a}, warp(w) {}
 
+    static __host__ DEV int most(const DecodeArgs &a) { return most_tokens(a, 8); }
+    DEV void prepare(char *) const {}
+    DEV void begin(int, int) const {}
+    DEV void chunk(int stage, int most, int, int n, float (&acc)[MT][4]) const
+    {
+        stream_chunk<T>(*this, stage, most, n, acc);
+    }
     DEV bool beside() const { return P == UP && m.a.gate == 2; } // gate and up are neighbours
     DEV int64_t pitch() const { return P == UP ? m.a.w1_r : m.a.w2_r; }
     DEV int tiles() const { return (m.features() * (P == UP ? 2 : 1) + 31) / 32; }

@@ -27,11 +27,6 @@ struct CodedRow {
     GridRow scale, zeros;
     float scale2;
     bool has_zeros, has_scale2;
-    static DEV int group_row(const CodedMatrix &m, int row)
-    {
-        const int lower = row < m.half ? 0 : m.lower_groups, r = row < m.half ? row : row - m.half;
-        return lower + (m.group_rows ? r / m.group_rows : 0);
-    }
     DEV CodedRow(const CodedMatrix &m, int e, int row)
         : codes(m.list ? (const uint8_t *)m.list[e].p + row * m.list[e].r : m.codes + e * m.g + row * m.r),
           scale(m.scale, e, group_row(m, row)), zeros(m.zeros, e, group_row(m, row)), scale2(1),
@@ -91,8 +86,7 @@ DEV void row_by_eights(const CodedMatrix &m, const CodedRow &row, const float *t
     const int shift = !group ? 31 : group & (group - 1) ? -1 : 31 - __clz(group);
     const Word *const codes = (const Word *)row.codes;
     const ScaleKind kind = KIND < 0 ? row.scale.kind : (ScaleKind)KIND;
-    const int size = kind == SCALE_F32 ? 4 : kind == SCALE_BF16 || kind == SCALE_F16 ? 2 : 1;
-    const char *const scale = (const char *)row.scale.p + row.scale.at * size;
+    const char *const scale = (const char *)row.scale.p + row.scale.at * scale_bytes(kind);
     for (int u0 = lane; u0 < units; u0 += 32 * FLIGHT) {
         Word w[FLIGHT];
         float s[FLIGHT], z[FLIGHT];

@@ -26,6 +26,18 @@ DEV float2 e4m3_pair(uint16_t w)
 #endif
 }
 
+// The row of scales and zeros that a row of codes has.
+DEV int group_row(const CodedMatrix &m, int row)
+{
+    const int lower = row < m.half ? 0 : m.lower_groups, r = row < m.half ? row : row - m.half;
+    return lower + (m.group_rows ? r / m.group_rows : 0);
+}
+
+static __host__ DEV int scale_bytes(ScaleKind kind)
+{
+    return kind == SCALE_F32 ? 4 : kind == SCALE_BF16 || kind == SCALE_F16 ? 2 : 1;
+}
+
 // Element i of scales or zeros.
 DEV float scale_value(const void *p, ScaleKind kind, int64_t i)
 {

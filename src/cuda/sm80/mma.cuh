@@ -18,6 +18,10 @@ DEV void cp_async16_line(uint32_t dst, const void *src) // and the 128 bytes aro
 {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+DEV void cp_async4(uint32_t dst, const void *src, int bytes) // zeros after the first `bytes`
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
+}
 DEV void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> DEV void cp_async_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
@@ -62,6 +66,13 @@ template <bool TRANS> DEV void ldmatrix4(uint32_t p, uint32_t (&r)[4])
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                      : "r"(p)
                      : "memory");
+}
+DEV void ldmatrix2(uint32_t p, uint32_t &first, uint32_t &second)
+{
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];"
+                 : "=r"(first), "=r"(second)
+                 : "r"(p)
+                 : "memory");
 }
 template <bool TRANS> DEV void ldmatrix4(const void *p, uint32_t (&r)[4]) { ldmatrix4<TRANS>(smem_u32(p), r); }
 

@@ -29,7 +29,7 @@ LAYERS = {
     "src/cpu/kernels/x86/quant": PUBLIC + ["codes.h", "util.h", "cpu/kernels/*", "cpu/kernels/x86/*", "cpu/kernels/x86/quant/*"],
     "src/cpu/kernels/arm": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/arm/*"],
     "src/cuda": BACKEND + ["cuda/*", "decode/*", "quant/*", "sm80/*", "sm90/*"],
-    "src/cuda/decode": BACKEND + ["cuda/*", "cuda/sm80/mma.cuh"],
+    "src/cuda/decode": BACKEND + ["cuda/*", "cuda/sm80/mma.cuh", "cuda/quant/*.cuh"],
     "src/cuda/ep": BACKEND + ["cuda/*"],
     "src/cuda/quant": BACKEND + ["codes.h", "cuda/*"],
     "src/cuda/sm80": BACKEND + ["cuda/*"],

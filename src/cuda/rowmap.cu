@@ -107,8 +107,9 @@ DEV void layout(int E, int align, const RowMap &m, bool write, int64_t *shared, 
         __syncthreads();
         carry = shared[32];
     }
+    if (threadIdx.x) return;
     first(E, (int)carry);
-    if (threadIdx.x == 0 && write) {
+    if (write) {
         m.off[E] = (int)carry;
         if (m.ntile) *m.ntile = (int)(carry >> 32);
     }

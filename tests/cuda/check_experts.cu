@@ -225,6 +225,7 @@ static size_t replay(cudaStream_t stream)
 
 static void run_case(const Case &c)
 {
+    if (too_large(c.T * c.k, c.H, c.I)) return;
     arena.reset();
     context = words(c);
     fmoe_desc d = {};

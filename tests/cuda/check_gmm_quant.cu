@@ -60,6 +60,7 @@ fmoe_quant meaning(int format)
 
 void run_case(const Case &c)
 {
+    if (too_large(c.E * c.most, c.K, c.N)) return;
     arena.reset();
     char text[300];
     snprintf(text, sizeof text,

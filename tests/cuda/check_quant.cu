@@ -231,6 +231,7 @@ QuantCase draw()
 
 void run_case(const QuantCase &c)
 {
+    if (too_large(c.T * c.k, c.H, c.I)) return;
     arena.reset();
     char text[400];
     snprintf(text, sizeof text,

@@ -314,6 +314,7 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
         t = ahead;
         known = false;
         if (!t.live || t.row0 + row_wg >= t.end) { // nothing of this tile is ours
+            __syncwarp(); // lane 0 may still be at the tile before; no wgmma keeps it with the others here
             for (int k = t.steps + (t.tail != 0); k > 0; k--) {
                 mbar_wait(ring.full + 8 * s, phase);
                 release(s);

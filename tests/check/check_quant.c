@@ -132,7 +132,8 @@ void bench_dequant(const check_kernel *k, const fmoe_kernels *table, int64_t *it
     *flops = 0;
 }
 
-/* ---- few rows by codes: the bits of few rows by what they are decoded to ---- */
+/* ---- few rows by codes: the bits of few rows by what they are decoded to. Scales of any size, or usual ones alone,
+ * for which there are faster ways ---- */
 
 void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
 {
@@ -152,13 +153,17 @@ void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
                     .scale_dtype = (int)CHECK_PICK(FMOE_F32, FMOE_BF16, FMOE_F16, FMOE_BYTE),
                     .scale_type = FMOE_SCALE_E8M0,
                     .scale2 = check_below(2) ? 0.25f : 1,
-                    .zero = code == FMOE_CODE_U4 ? 8 : 0,
+                    .zero = code == FMOE_CODE_U4                          ? 8
+                            : code == FMOE_CODE_S8 && check_below(4) == 0 ? 3
+                                                                          : 0,
+                    .regular = check_below(4) != 0,
                     .table = four ? fmoe_code_table(code, NULL) : NULL};
     m.step = fmoe_code_bytes(code, K) + check_below(2) * 7;
     const int64_t N = first_row + COLUMNS, cols = m.group_cols > K ? 1 : fmoe_ceil_div(K, m.group_cols);
     uint8_t *codes = check_guarded((size_t)((N - 1) * m.step + fmoe_code_bytes(code, K)), 1);
     fill(codes, (size_t)((N - 1) * m.step + fmoe_code_bytes(code, K)));
-    const fmoe_tensor *scale = grid(m.scale_dtype, fmoe_ceil_div(N, m.group_rows), cols);
+    fmoe_tensor *scale = grid(m.scale_dtype, fmoe_ceil_div(N, m.group_rows), cols);
+    if (m.scale_dtype != FMOE_BYTE && check_below(2)) check_fill(scale, 0.5); /* all regular */
     for (int64_t i = 0; i < check_count(scale) && m.scale_dtype == FMOE_BYTE; i++)
         ((uint8_t *)scale->data)[i] = (uint8_t)(i % 9 ? 110 + check_below(20) : check_below(256));
     m.codes = codes;
@@ -185,7 +190,7 @@ void check_gemm_coded_few_rows(const check_kernel *k, int64_t index)
                       .per_half = 1};
     check_table.gemm_kmajor_few_rows_bf16(rows, kc, chunk, a, (const char *)decoded, kc * 2, want, FMOE_NB, first,
                                           &none);
-    gemm(rows, k0, kc, chunk, a, &m, first_row, got, FMOE_NB, first);
+    gemm(rows, k0, kc, chunk, a, &m, first_row, got, FMOE_NB, first, &m, first_row);
     for (int64_t i = 0; i < rows * FMOE_NB && !check_failed(); i++)
         if (memcmp(&got[i], &want[i], 4) && !(isnan(got[i]) && isnan(want[i])))
             check_fail("sum %" PRId64 " is %a, not %a", i, (double)got[i], (double)want[i]);

@@ -65,8 +65,8 @@ static _Atomic uint64_t called;
 #define RESULT_dequant void
 #define ARGS_gemm_coded_few_rows                                                                                       \
     (int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a, const fmoe_coded *m, int64_t row,      \
-     float *c, int64_t ldc, int first)
-#define PASS_gemm_coded_few_rows (rows, k0, kc, chunk, a, m, row, c, ldc, first)
+     float *c, int64_t ldc, int first, const fmoe_coded *then, int64_t then_row)
+#define PASS_gemm_coded_few_rows (rows, k0, kc, chunk, a, m, row, c, ldc, first, then, then_row)
 #define RETURN_gemm_coded_few_rows
 #define RESULT_gemm_coded_few_rows void
 #define ARGS_softmax (double *x, int64_t n)

@@ -265,17 +265,24 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
     }
 }
 
-/* The same by quantised weights, decoded in registers. */
-static void multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s)
+/* The same by quantised weights, decoded in registers; `then`: as above. */
+static void multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
     const void *a[FMOE_TASK_ROWS];
-    fmoe_coded m[2];
-    int64_t row[2];
+    fmoe_coded m[3];
+    int64_t row[3];
     coded_halves(pipe->cpu, s, m, row);
+    m[2] = m[1], row[2] = row[1] + FMOE_NB / 2;
+    if (then && then->rows && then->v[0].coded) {
+        const fmoe_view *v = &then->v[0];
+        m[2] = fmoe_coded_of(v->coded->t, v->coded->quant, v->coded->list, v->e);
+        row[2] = v->coded->row + then->n0;
+    }
     point_at_rows(pipe, s, 0, s->rows, a);
     for (int i = 0; i < 2; i++)
         pipe->cpu->k.gemm_coded_few_rows_bf16(s->rows, s->k0, s->kc, s->chunk, a, &m[i], row[i],
-                                              pipe->scratch->c + i * (FMOE_NB / 2), FMOE_NB, s->first);
+                                              pipe->scratch->c + i * (FMOE_NB / 2), FMOE_NB, s->first, &m[i + 1],
+                                              row[i + 1]);
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
@@ -332,7 +339,7 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
         const fmoe_step *next = pipe->n > 1 ? then : NULL;
         const bool coded = now->form == FMOE_FORM_FEW_ROWS && fits_coded(pipe->cpu, now);
         if (!coded) decode_step(pipe, now);
-        if (coded) multiply_coded(pipe, now);
+        if (coded) multiply_coded(pipe, now, next);
         else if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
         else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
         if (pack) decode_step(pipe, then);

@@ -60,9 +60,11 @@ typedef void fmoe_gemm_kmajor_few_rows_fn(int64_t rows, int64_t kc, int64_t chun
                                           int64_t step, float *c, int64_t ldc, int first, fmoe_walk *prefetch);
 
 /* The same by 32 columns of quantised weights, rows [row, row+32) of codes, from k0 on: what they would be decoded to.
- * For matrices that fmoe_fits_coded_few_rows (forms.h) lets pass. */
+ * For matrices that fmoe_fits_coded_few_rows (forms.h) lets pass. Row `then_row` of `then` is likely to be the first of
+ * what is wanted next, and is prefetched with those after it. */
 typedef void fmoe_gemm_coded_few_rows_fn(int64_t rows, int64_t k0, int64_t kc, int64_t chunk, const void *const *a,
-                                         const fmoe_coded *m, int64_t row, float *c, int64_t ldc, int first);
+                                         const fmoe_coded *m, int64_t row, float *c, int64_t ldc, int first,
+                                         const fmoe_coded *then, int64_t then_row);
 
 /* Write columns [col, col+n) of a panel of kc rows; col is a multiple of 16. nmajor: pointers[k] points to n elements,
  * contiguous in n. transposed, kmajor: pointers[j] points to kc elements, contiguous in k. */

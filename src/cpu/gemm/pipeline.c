@@ -265,13 +265,13 @@ static void multiply_few_rows(const fmoe_pipeline *pipe, const fmoe_step *s, con
     }
 }
 
-/* The same by quantised weights, decoded in registers; `then`: as above. */
-static void multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
+/* The same by quantised weights, decoded in registers; `then`: as above. false: they are to be decoded before. */
+static bool multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s, const fmoe_step *then)
 {
     const void *a[FMOE_TASK_ROWS];
     fmoe_coded m[3];
     int64_t row[3];
-    coded_halves(pipe->cpu, s, m, row);
+    if (!s->v[0].coded || !coded_halves(pipe->cpu, s, m, row)) return false;
     m[2] = m[1], row[2] = row[1] + FMOE_NB / 2;
     if (then && then->rows && then->v[0].coded) {
         const fmoe_view *v = &then->v[0];
@@ -283,6 +283,7 @@ static void multiply_coded(const fmoe_pipeline *pipe, const fmoe_step *s, const 
         pipe->cpu->k.gemm_coded_few_rows_bf16(s->rows, s->k0, s->kc, s->chunk, a, &m[i], row[i],
                                               pipe->scratch->c + i * (FMOE_NB / 2), FMOE_NB, s->first, &m[i + 1],
                                               row[i + 1]);
+    return true;
 }
 
 /* c[rows][64] (+)= A . W^T over one chunk, whose panels are ready. */
@@ -337,10 +338,9 @@ const fmoe_step *fmoe_pipeline_next(fmoe_pipeline *pipe)
     const bool pack = pipe->n > 1 && fmoe_is_packed_now(then->form);
     if (now->form == FMOE_FORM_NONE || now->form == FMOE_FORM_FEW_ROWS || now->form == FMOE_FORM_NMAJOR_INPLACE) {
         const fmoe_step *next = pipe->n > 1 ? then : NULL;
-        const bool coded = now->form == FMOE_FORM_FEW_ROWS && fits_coded(pipe->cpu, now);
-        if (!coded) decode_step(pipe, now);
-        if (coded) multiply_coded(pipe, now, next);
-        else if (now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
+        const bool done = now->form == FMOE_FORM_FEW_ROWS && multiply_coded(pipe, now, next);
+        if (!done) decode_step(pipe, now);
+        if (!done && now->form == FMOE_FORM_FEW_ROWS) multiply_few_rows(pipe, now, next);
         else if (now->form == FMOE_FORM_NMAJOR_INPLACE) multiply_nmajor(pipe, now, next);
         if (pack) decode_step(pipe, then);
         if (pack) fmoe_pack_chunk(pipe->cpu, pipe->scratch, then, pipe->panel[1]);

@@ -504,10 +504,13 @@ void fmoe_gemm_coded_few_rows_bf16_avx512_bf16(int64_t rows, int64_t k0, int64_t
                                        8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15};
     const bool nibbles = fmoe_code_is_4bit(m->code), floats = m->code == FMOE_CODE_E4M3;
     coded_scales scales;
-    coded_by by = {.plain = m->scale2 == 1, .scale2 = _mm512_set1_ps(m->scale2), .values = fmoe_e4m3_magnitudes()};
+    coded_by by; /* all of it is set below: zeros for it all would take as long as a line of products */
+    by.plain = m->scale2 == 1;
+    by.values = fmoe_e4m3_magnitudes();
     by.zero = _mm512_set1_ps(m->zero);
+    by.scale2 = _mm512_set1_ps(m->scale2);
     by.scale2_24 = _mm512_set1_ps(m->scale2 * 0x1p-24f);
-    if (m->table) by.table = _mm512_sub_ps(_mm512_loadu_ps(m->table), by.zero);
+    by.table = m->table ? _mm512_sub_ps(_mm512_loadu_ps(m->table), by.zero) : _mm512_setzero_ps();
     by.columns = by.pairs = _mm512_setzero_si512();
     for (int j = 1; j < 4; j++) {
         by.columns = _mm512_mask_set1_epi32(by.columns, (__mmask16)(15u << 4 * j), columns[j]);

@@ -457,30 +457,29 @@ typedef struct coded_rows_of {
 } coded_rows_of;
 
 /* Sixteen columns; float8_e4m3fn whose scale only four columns share: four columns and one row at a time. */
-INLINE void coded_sixteen(const int how, const coded_by *by, coded_columns *const t, const coded_scales *scales,
+INLINE void coded_sixteen(const int how, const coded_by *by, const coded_columns *columns, const coded_scales *scales,
                           const coded_rows_of *r)
 {
     coded_group made[SCALES_MOST];
-    t->groups = how == POWERS ? (const char *)scales->power : (const char *)made;
-    t->next_group = how == POWERS ? sizeof *scales->power : sizeof *made;
+    coded_columns t = *columns;
+    t.groups = how == POWERS ? (const char *)scales->power : (const char *)made;
+    t.next_group = how == POWERS ? sizeof *scales->power : sizeof *made;
     for (int64_t j = 0; scales->apart && j < MOST; j += 4) {
         make_groups(how, 1, false, by, scales->at + j, scales->groups, made);
-        for (int64_t i = 0; i < r->rows; i++) {
-            t->groups = (const char *)made;
-            coded_some(how, 1, 1, j, by, t, r->n, r->offset, r->a + i, r->c + i * r->ldc, r->ldc, r->first);
-        }
+        for (int64_t i = 0; i < r->rows; i++)
+            coded_some(how, 1, 1, j, by, &t, r->n, r->offset, r->a + i, r->c + i * r->ldc, r->ldc, r->first);
     }
     if (scales->apart) return;
     if (how != POWERS) make_groups(how, MOST / 4, scales->regular, by, scales->at, scales->groups, made);
     for (int64_t i = 0, left = fmoe_ceil_div(r->rows, FEW_ROWS_MR), mr; left > 0; left--, i += mr) {
         mr = fmoe_ceil_div(r->rows - i, left);
-        coded_rows(how, mr, by, t, r->n, r->offset, r->a + i, r->c + i * r->ldc, r->ldc, r->first);
-        t->later.line = t->later.scales_line = 0;
+        coded_rows(how, mr, by, &t, r->n, r->offset, r->a + i, r->c + i * r->ldc, r->ldc, r->first);
+        t.later.line = t.later.scales_line = 0;
     }
 }
 
 #define CODED_SIXTEEN(name, how)                                                                                       \
-    static __attribute__((noinline)) void sixteen_##name(const coded_by *by, coded_columns *t,                         \
+    static __attribute__((noinline)) void sixteen_##name(const coded_by *by, const coded_columns *t,                   \
                                                          const coded_scales *scales, const coded_rows_of *r)           \
     {                                                                                                                  \
         coded_sixteen(how, by, t, scales, r);                                                                          \

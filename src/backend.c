@@ -167,8 +167,7 @@ fmoe_status fmoe_device_find(fmoe_device device, const fmoe_device_ops **ops)
     FMOE_TRY(fmoe_backend_find(device, FMOE_F32, &backend));
     *ops = backend->device;
     if (*ops) return FMOE_OK;
-    return fmoe_fail(FMOE_ERR_UNSUPPORTED,
-                     "device.type is %d: expert parallelism runs on the CPU (1) and CUDA (2), not on %s", device.type,
+    return fmoe_fail(FMOE_ERR_UNSUPPORTED, "device.type is %d: expert parallelism does not run on %s", device.type,
                      backend->name);
 }
 

@@ -28,6 +28,19 @@ typedef struct fmoe_report {
     int64_t pair, expert; /* a pair that was not announced so: its number + 1, and what it says */
 } fmoe_report;
 
+/* Rows, or numbers (one column), that move on a device: to[i] = from[map[i]]. */
+typedef struct fmoe_move_args {
+    const void *from;
+    int64_t rows, columns, stride; /* of from; stride in elements */
+    int from_type, type;           /* of from and to */
+    const int64_t *map;            /* [n], each in [0, rows) */
+    int64_t n;
+    void *to; /* compact */
+    void *work;
+    size_t work_bytes;
+    void *stream;
+} fmoe_move_args;
+
 /* Cells are chunk * ranks + rank. Rows and pairs stand by (cell, token, slot). Rows beyond a
  * capacity are left out. On devices with a capacity (one chunk) rows of rank r begin at r * capacity, the pairs of row
  * i at i * k, and what is not used is empty: token -1, PAIR_EXPERT. */
@@ -92,7 +105,25 @@ typedef struct fmoe_device_ops {
     /* Numbers: the same, as `type`. */
     fmoe_status (*take)(int32_t device, void *to, int type, const float *from, const int64_t *map, int64_t n,
                         void *stream);
+
+    /* A device that has none of home, away, gather and take: the host makes the indices, by the CPU's functions. It has
+     * what follows instead; other devices leave it NULL. */
+    fmoe_status (*move_bytes)(int32_t device, const fmoe_move_args *a, size_t *work);
+    fmoe_status (*move)(int32_t device, const fmoe_move_args *a);
+    fmoe_status (*zero)(int32_t device, void *at, size_t bytes, void *stream);
+    /* Between host and device; `copy` is then one on the device. */
+    fmoe_status (*cross)(int32_t device, bool to_host, void *to, const void *from, size_t bytes, void *stream,
+                         bool wait);
+    /* Whether the device has nothing left to do, after at most so long: free does not wait for it. */
+    bool (*idle)(int32_t device, int64_t timeout_ms);
 } fmoe_device_ops;
+
+static inline fmoe_status fmoe_device_cross(const fmoe_device_ops *ops, int32_t device, bool to_host, void *to,
+                                            const void *from, size_t bytes, void *stream, bool wait)
+{
+    return ops->cross ? ops->cross(device, to_host, to, from, bytes, stream, wait)
+                      : ops->copy(device, to, from, bytes, stream, wait);
+}
 
 /* backend.c: FMOE_ERR_UNSUPPORTED where the backend has none. */
 fmoe_status fmoe_device_find(fmoe_device device, const fmoe_device_ops **ops);

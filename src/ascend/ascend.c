@@ -251,4 +251,5 @@ const fmoe_backend fmoe_backend_ascend = {
     .wide_factors = true,
     .quant = true,
     .quant_gmm = true,
+    .device = &asc_device,
 };

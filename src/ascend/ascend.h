@@ -6,6 +6,7 @@
 #include <pthread.h>
 
 #include "call.h"
+#include "device.h"
 
 enum { ASC_CACHE = 32 };
 
@@ -36,6 +37,8 @@ void asc_experts_backward(asc_call *c, const fmoe_experts_args *a, uint32_t flag
 
 /* measure.c: workspace of a pass on T tokens (rows). */
 fmoe_status asc_measure(const fmoe_plan_impl *p, fmoe_pass pass, int64_t rows, size_t *workspace);
+
+extern const fmoe_device_ops asc_device; /* device.c */
 
 /* saved.c: the layout of the saved state; base NULL: its size only. */
 typedef struct asc_saved {

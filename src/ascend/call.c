@@ -26,14 +26,18 @@ fmoe_status asc_fail(asc_call *c, fmoe_status status, const char *format, ...)
     return fmoe_fail(status, "Ascend: %s", text);
 }
 
-/* The vendor's text for the last failure, on one line. */
+void asc_vendor_text(const fmoe_acl *acl, char *text, size_t n)
+{
+    const char *m = acl->aclGetRecentErrMsg();
+    snprintf(text, n, "%s", m ? m : "no text");
+    for (char *s = text; *s; s++)
+        if (*s == '\n' || *s == '\r') *s = ' ';
+}
+
 static void fail_vendor(asc_call *c, const char *what, int code)
 {
     char text[320];
-    const char *m = c->acl->aclGetRecentErrMsg();
-    snprintf(text, sizeof text, "%s", m ? m : "no text");
-    for (char *s = text; *s; s++)
-        if (*s == '\n' || *s == '\r') *s = ' ';
+    asc_vendor_text(c->acl, text, sizeof text);
     asc_fail(c, FMOE_ERR_DEVICE, "%s answered %d: %s", what, code, text);
 }
 

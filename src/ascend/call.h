@@ -60,6 +60,8 @@ fmoe_status asc_begin_measure(asc_call *c, const fmoe_plan_impl *p);            
 fmoe_status asc_end(asc_call *c);
 fmoe_status asc_fail(asc_call *c, fmoe_status status, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
+void asc_vendor_text(const fmoe_acl *acl, char *text, size_t n); /* of the last failure, on one line */
+
 /* Scratch. mark = c->used; later asc_release(c, mark). */
 void *asc_scratch(asc_call *c, int64_t count, aclDataType dtype);
 void asc_release(asc_call *c, size_t mark);

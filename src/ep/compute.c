@@ -31,8 +31,7 @@ static void batch_tensors(const fmoe_ep *ep, ep_batch *b, const void *x, const v
 /* The rows of pairs from `first` on, at `to`. */
 static fmoe_status gather_pairs(fmoe_ep_call *c, fmoe_pass pass, int64_t first, int64_t n, void *to)
 {
-    const int64_t bytes = ep_row_bytes(c->ep);
-    return c->ep->ops->gather(c->ep->d.device.id, to, c->rows[pass].recv, bytes, bytes, c->where + first, n, c->stream);
+    return fmoe_ep_gather(c, to, c->rows[pass].recv, c->recv_row_at[ep_cells(c->ep)], c->ep->d.H, c->where + first, n);
 }
 
 /* Rows of one pass for the batch: gathered, or where they lie. */
@@ -87,14 +86,21 @@ static fmoe_status run_experts(fmoe_ep_call *c, fmoe_plan plan, fmoe_pass pass, 
     return status;
 }
 
+enum { SAVED_ALIGN = 256 }; /* as devices want it; memory of a device may begin at 64 bytes */
+static void *aligned(void *memory)
+{
+    return memory ? (char *)memory + (SAVED_ALIGN - (uintptr_t)memory % SAVED_ALIGN) % SAVED_ALIGN : NULL;
+}
+
 /* The state that the backward of n tokens reads: made by the forward. */
 static fmoe_status take_saved(fmoe_ep_call *c, fmoe_pass pass, int64_t chunk, int64_t n, fmoe_experts_args *a)
 {
     if (c->inference) return FMOE_OK;
     FMOE_TRY(fmoe_saved_bytes(c->ep->experts, n, &a->saved_bytes));
-    if (pass == FMOE_FORWARD && a->saved_bytes && !(c->saved[chunk] = fmoe_ep_alloc(c->ep, (int64_t)a->saved_bytes, 1)))
+    const int64_t room = (int64_t)a->saved_bytes + SAVED_ALIGN;
+    if (pass == FMOE_FORWARD && a->saved_bytes && !(c->saved[chunk] = fmoe_ep_alloc(c->ep, room, 1)))
         return FMOE_ERR_NOMEM;
-    a->saved = c->saved[chunk];
+    a->saved = aligned(c->saved[chunk]);
     return FMOE_OK;
 }
 
@@ -141,8 +147,8 @@ fmoe_status fmoe_ep_compute_backward(fmoe_ep_call *c, int64_t chunk, const fmoe_
         status = run_experts(c, ep->experts, FMOE_BACKWARD, b.n, &a, add | (c->ones ? FMOE_NEW_WEIGHTS : 0));
     }
     if (!status && wide && pairs)
-        status = ep->ops->take(ep->d.device.id, c->rows[1].dp_send + pair, FMOE_F32, wide, c->where + pair, pairs,
-                               c->stream);
+        status =
+            fmoe_ep_take(c, c->rows[1].dp_send + pair, FMOE_F32, wide, (b.first + b.n) * b.k, c->where + pair, pairs);
     fmoe_ep_free(ep, wide);
     batch_free(ep, &b);
     return status;
@@ -180,12 +186,14 @@ static fmoe_status whole_batch(fmoe_ep_call *c, ep_batch *b)
 }
 
 /* A device keeps more than h: a forward makes it. */
-static fmoe_status forward_of_whole(fmoe_ep_call *c, const ep_batch *b, fmoe_experts_args *a, ep_tensor *out)
+static fmoe_status forward_of_whole(fmoe_ep_call *c, const ep_batch *b, fmoe_experts_args *a, ep_tensor *out,
+                                    void **saved)
 {
     fmoe_ep *const ep = c->ep;
     FMOE_TRY(fmoe_saved_bytes(ep->whole, b->n, &a->saved_bytes));
     void *const rows = fmoe_ep_alloc(ep, b->n, ep_row_bytes(ep));
-    a->saved = fmoe_ep_alloc(ep, (int64_t)a->saved_bytes, 1);
+    *saved = fmoe_ep_alloc(ep, (int64_t)a->saved_bytes + SAVED_ALIGN, 1);
+    a->saved = aligned(*saved);
     fmoe_status status = rows && a->saved ? FMOE_OK : FMOE_ERR_NOMEM;
     a->out = fmoe_ep_matrix(ep, out, rows, b->n, ep->d.H, ep->d.dtype);
     if (!status) status = run_experts(c, ep->whole, FMOE_FORWARD, b->n, a, 0);
@@ -208,9 +216,10 @@ fmoe_status fmoe_ep_weight_gradients(fmoe_ep_call *c, const fmoe_ep_args *args)
         fmoe_experts_args a = {.size = sizeof a, .x = &b.x.t, .ids = &b.ids.t, .weights = &b.p.t, .dout = &b.dout.t};
         a.w = args->w;
         a.dw = args->dw;
-        if (!ep->cpu) status = forward_of_whole(c, &b, &a, &out);
+        void *saved = NULL;
+        if (!ep->cpu) status = forward_of_whole(c, &b, &a, &out, &saved);
         if (!status) status = run_experts(c, ep->whole, FMOE_BACKWARD, b.n, &a, args->accumulate ? FMOE_ACCUMULATE : 0);
-        fmoe_ep_free(ep, a.saved);
+        fmoe_ep_free(ep, saved);
     }
     batch_free(ep, &b);
     return status;

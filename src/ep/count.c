@@ -150,10 +150,7 @@ static fmoe_status alloc_numbers(fmoe_ep_call *c)
 static fmoe_status alloc_home(fmoe_ep_call *c)
 {
     fmoe_ep *const ep = c->ep;
-    const int64_t fixed = ep->fixed ? ep->x.ranks * ep->capacity : 0;
-    int64_t slots;
-    if (__builtin_mul_overflow(c->T, ep->d.k, &slots) || slots > INT64_MAX / 64)
-        return fmoe_fail(FMOE_ERR_OVERFLOW, "T * k does not fit 64 bits: T is %" PRId64, c->T);
+    const int64_t fixed = ep->fixed ? ep->x.ranks * ep->capacity : 0, slots = c->T * ep->d.k;
     if (!(c->counts = fmoe_ep_alloc(ep, 2 * ep_cells(ep) + 1, 8)) || !(c->slot_pair = fmoe_ep_alloc(ep, slots, 8)) ||
         !(c->map = fmoe_ep_alloc(ep, c->T * ep->sum_slots, 8)) ||
         !(c->sum_p = fmoe_ep_alloc(ep, ep_exact(ep) ? slots : 0, 4)) ||
@@ -181,20 +178,20 @@ static fmoe_status reported(fmoe_ep *ep, bool earlier)
                      when, r.pair - 1, r.expert, ep->n_local);
 }
 
-/* Numbers of rows and pairs come to the host: the one place where it waits for the device. With a capacity they are
- * known, and it does not. */
+/* Numbers of rows and pairs come to the host: the one place where it waits for the device (but host.c). With a capacity
+ * they are known, and it does not. */
 static fmoe_status read_counts(fmoe_ep_call *c)
 {
     fmoe_ep *const ep = c->ep;
     const int64_t cells = ep_cells(ep);
     if (!ep->fixed) {
-        int64_t *const n = calloc((size_t)(2 * cells + 1), 8);
-        if (!n) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " counts", 2 * cells);
-        const fmoe_status status = fmoe_ep_copy(c, n, c->counts, (2 * cells + 1) * 8, true);
+        int64_t *const own = ep->hosted ? NULL : calloc((size_t)(2 * cells + 1), 8), *const n = own ? own : c->counts;
+        if (!own && !ep->hosted) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " counts", 2 * cells);
+        const fmoe_status status = own ? fmoe_ep_copy(c, n, c->counts, (2 * cells + 1) * 8, true) : FMOE_OK;
         memcpy(c->send_rows, n, (size_t)cells * 8);
         memcpy(c->send_pairs, n + cells, (size_t)cells * 8);
         c->stats.dropped = n[2 * cells];
-        free(n);
+        free(own);
         FMOE_TRY(status);
         FMOE_TRY(reported(ep, false));
     } else c->stats.dropped = -1;
@@ -212,7 +209,10 @@ static fmoe_status read_counts(fmoe_ep_call *c)
 static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
 {
     fmoe_ep *const ep = c->ep;
-    FMOE_TRY(alloc_home(c));
+    int64_t slots;
+    if (__builtin_mul_overflow(c->T, ep->d.k, &slots) || slots > INT64_MAX / 64)
+        return fmoe_fail(FMOE_ERR_OVERFLOW, "T * k does not fit 64 bits: T is %" PRId64, c->T);
+    if (!ep->hosted) FMOE_TRY(alloc_home(c));
     fmoe_home_args h = {.T = c->T, .k = ep->d.k, .E = ep->d.E, .ranks = ep->x.ranks, .chunks = ep->chunks};
     h.capacity = ep->capacity;
     h.flags = ep->d.flags;
@@ -233,10 +233,16 @@ static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
     h.pairs = c->pairs_send;
     h.report = ep->report;
     h.stream = c->stream;
-    if (!(h.work = fmoe_ep_alloc(ep, (int64_t)ep->ops->home_bytes(&h), 1))) return FMOE_ERR_NOMEM;
-    fmoe_status status = ep->ops->home(ep->d.device.id, &h);
-    fmoe_ep_free(ep, h.work);
-    if (!status && a->dropped) status = fmoe_ep_copy(c, fmoe_data(a->dropped), c->counts + 2 * ep_cells(ep), 8, false);
+    fmoe_status status;
+    if (!ep->hosted) {
+        if (!(h.work = fmoe_ep_alloc(ep, (int64_t)ep->ops->home_bytes(&h), 1))) return FMOE_ERR_NOMEM;
+        status = ep->ops->home(ep->d.device.id, &h);
+        fmoe_ep_free(ep, h.work);
+    } else status = fmoe_ep_home_on_host(c, &h);
+    const int64_t *const dropped = c->counts + 2 * ep_cells(ep);
+    void *const to = status || !a->dropped ? NULL : fmoe_data(a->dropped);
+    if (to)
+        status = ep->hosted ? fmoe_ep_cross(c, false, to, dropped, 8, false) : fmoe_ep_copy(c, to, dropped, 8, false);
     return status ? status : read_counts(c);
 }
 
@@ -245,6 +251,10 @@ static fmoe_status alloc_away(fmoe_ep_call *c)
     fmoe_ep *const ep = c->ep;
     const int64_t pairs = c->recv_pair_at[ep_cells(ep)], rows = c->recv_row_at[ep_cells(ep)];
     const int64_t slots = ep_exact(ep) ? pairs : rows * ep->d.k;
+    if (ep->hosted) {
+        FMOE_TRY(fmoe_ep_away_alloc(c));
+        return fmoe_ep_rows_alloc(c, FMOE_FORWARD);
+    }
     if (!(c->pairs_recv = fmoe_ep_alloc(ep, pairs, sizeof *c->pairs_recv)) ||
         !(c->where = fmoe_ep_alloc(ep, pairs, 8)) || !(c->ids = fmoe_ep_alloc(ep, slots, 4)) ||
         !(c->p = fmoe_ep_alloc(ep, slots, 4)) || (ep_weighs_at_home(c) && !(c->ones = fmoe_ep_alloc(ep, pairs, 4))))
@@ -333,7 +343,8 @@ void fmoe_ep_call_free(fmoe_ep_call **call)
     fmoe_ep_rows_free(c, FMOE_BACKWARD, true);
     void *const all[] = {c->counts,     c->send_token, c->slot_pair, c->map, c->sum_p, c->pairs_send,
                          c->pairs_recv, c->where,      c->ids,       c->p,   c->ones};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) fmoe_ep_free(ep, all[i]);
+    for (size_t i = 0; i < sizeof all / sizeof *all && !ep->hosted; i++) fmoe_ep_free(ep, all[i]);
+    for (int i = 0; i < 4; i++) fmoe_ep_free(ep, c->indices[i]);
     for (int64_t i = 0; c->requests && i < 3 * ep->chunks + 1; i++) {
         fmoe_ep_free_host(ep, c->requests[i].send);
         fmoe_ep_free_host(ep, c->requests[i].recv);

@@ -11,14 +11,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-enum { LOOK_MS = 20, MOST_MS = 1 << 30 };
-
-static int64_t now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
+enum { LOOK_MS = 20, MOST_MS = 1 << 30, LAST_WAIT_MS = 1000 };
 
 static fmoe_status open_library(const char *name, const char *path, const library_symbol *symbols, size_t n)
 {
@@ -80,7 +73,7 @@ static fmoe_status look(stream_engine *e, void *done, int64_t deadline_ms, bool 
     if (*passed) return FMOE_OK;
     const char *const trouble = e->how->trouble(e);
     if (trouble) return fmoe_fail(FMOE_ERR_EXCHANGE, "%s: %s", e->how->name, trouble);
-    if (now_ms() > deadline_ms)
+    if (ep_now_ms() > deadline_ms)
         return fmoe_fail(FMOE_ERR_EXCHANGE, "%s: not every rank has come by the deadline", e->how->name);
     return FMOE_OK;
 }
@@ -123,7 +116,7 @@ static void *watch(void *arg)
         else pthread_cond_wait(&e->changed, &e->lock);
         if (e->broken || e->stop) continue;
         stream_request *mine = e->watched, *passed = NULL;
-        const bool late = e->call_deadline_ms && now_ms() > e->call_deadline_ms;
+        const bool late = e->call_deadline_ms && ep_now_ms() > e->call_deadline_ms;
         e->watched = NULL;
         pthread_mutex_unlock(&e->lock);
         if (late) fmoe_fail(FMOE_ERR_EXCHANGE, "%s: not every rank has come by the deadline", e->how->name);
@@ -193,7 +186,7 @@ static fmoe_status put(stream_engine *e, const void *send, const int64_t *send_r
     if (!e->how->own_rows && send_rows[e->rank])
         FMOE_TRY(e->ops->copy(e->device.id, (char *)recv + to * row_bytes, (const char *)send + from * row_bytes,
                               (size_t)(send_rows[e->rank] * row_bytes), e->side, false));
-    set_call_deadline(e, now_ms() + e->timeout_ms); /* the first one to a peer may wait for it, inside the library */
+    set_call_deadline(e, ep_now_ms() + e->timeout_ms); /* the first one to a peer may wait for it, inside the library */
     const fmoe_status status = e->how->exchange(e, send, send_rows, recv, recv_rows, row_bytes);
     set_call_deadline(e, 0);
     const fmoe_status given_up = alive(e);
@@ -227,7 +220,7 @@ static fmoe_status stream_wait(void *ctx, void *request, int64_t timeout_ms)
         return status;
     }
     e->timeout_ms = fmoe_min(timeout_ms, MOST_MS);
-    q->deadline_ms = now_ms() + e->timeout_ms;
+    q->deadline_ms = ep_now_ms() + e->timeout_ms;
     pthread_mutex_lock(&e->lock);
     append(&e->watched, q);
     pthread_cond_signal(&e->changed);
@@ -266,11 +259,13 @@ static fmoe_status stream_counts(void *ctx, const int64_t *send, int64_t *recv, 
         free(one);
         return status;
     }
-    status = e->ops->copy(e->device.id, e->counts, e->counts_host, bytes, e->stream, false);
+    status = fmoe_device_cross(e->ops, e->device.id, false, e->counts, e->counts_host, bytes, e->stream, false);
     if (!status) status = put(e, e->counts, one, e->counts + bytes, one, n * 8);
-    if (!status) status = e->ops->copy(e->device.id, e->counts_host + bytes, e->counts + bytes, bytes, e->side, false);
+    if (!status)
+        status = fmoe_device_cross(e->ops, e->device.id, true, e->counts_host + bytes, e->counts + bytes, bytes,
+                                   e->side, false);
     if (!status) status = e->ops->record(e->device.id, q->done, e->side);
-    const int64_t deadline = now_ms() + e->timeout_ms;
+    const int64_t deadline = ep_now_ms() + e->timeout_ms;
     bool passed = false;
     for (int64_t turn = 0; !status && !passed; turn++) {
         status = look(e, q->done, deadline, &passed);
@@ -337,6 +332,7 @@ void fmoe_ep_stream_stop(stream_engine *e)
     free_list(e, e->watched);
     free_list(e, e->spare);
     if (e->ready) e->ops->event_free(e->device.id, e->ready);
+    if (e->broken && e->ops->idle && !e->ops->idle(e->device.id, LAST_WAIT_MS)) return; /* it may still write there */
     if (e->counts) e->ops->free(e->device.id, e->counts, false);
     if (e->counts_host) e->ops->free(e->device.id, e->counts_host, true);
 }

@@ -217,6 +217,7 @@ static fmoe_status make_plans(fmoe_ep *ep)
         d.E = ep->n_local;
         if (ep_exact(ep)) d.k = 1;
         d.flags = (d.flags & ~(uint32_t)FMOE_SKIP_E) | FMOE_SKIP_NEG1;
+        if (ep->hosted && ep_exact(ep)) d.flags &= ~(uint32_t)FMOE_SKIP_NEG1; /* the host has seen every pair */
     }
     if (d.E) FMOE_TRY(fmoe_plan_create(&ep->experts, &d));
     if (d.E && !ep->cpu && !(d.flags & FMOE_QUANT)) {
@@ -245,6 +246,7 @@ static fmoe_status fill_device(fmoe_ep *ep)
 {
     const size_t n = (size_t)ep->d.E * sizeof *ep->dest;
     if (ep->direct || ep->cpu) return FMOE_OK; /* the CPU has the map where it was made */
+    if (ep->hosted) return ep->ops->event(ep->d.device.id, &ep->passed);
     if (!(ep->report = ep->ops->alloc(ep->d.device.id, sizeof *ep->report, true)) ||
         !(ep->tables = ep->ops->alloc(ep->d.device.id, 2 * n, false)))
         return FMOE_ERR_NOMEM;
@@ -266,12 +268,13 @@ static fmoe_status fill(fmoe_ep *ep, const fmoe_ep_desc *desc)
     ep->x = *desc->exchange;
     ep->cpu = ep->d.device.type == FMOE_CPU;
     ep->staged = !ep->cpu && !ep->x.on_device;
-    ep->fixed = !ep->cpu && desc->capacity;
+    FMOE_TRY(fmoe_device_find(ep->d.device, &ep->ops));
+    ep->hosted = !ep->ops->home;
+    ep->fixed = !ep->cpu && !ep->hosted && desc->capacity;
     if (ep->fixed && desc->chunks > 1)
         return fmoe_fail(FMOE_ERR_ARG,
                          "capacity is %" PRId64 " and chunks is %d: with a capacity a device has one chunk",
                          desc->capacity, desc->chunks);
-    FMOE_TRY(fmoe_device_find(ep->d.device, &ep->ops));
     ep->mode = desc->mode;
     ep->chunks = desc->chunks ? desc->chunks : 1;
     ep->capacity = desc->capacity;
@@ -279,7 +282,7 @@ static fmoe_status fill(fmoe_ep *ep, const fmoe_ep_desc *desc)
     ep->dest = calloc(2 * (size_t)ep->d.E, sizeof *ep->dest);
     if (!ep->dest) return fmoe_fail(FMOE_ERR_NOMEM, "no memory for %" PRId64 " experts", ep->d.E);
     ep->index = ep->dest + ep->d.E;
-    if (ep->cpu) ep->tables = ep->dest;
+    if (ep->cpu || ep->hosted) ep->tables = ep->dest;
     const int64_t agreed[] = {FMOE_VERSION, ep->d.H,     ep->d.I,  ep->d.E,    ep->d.k,     ep->d.dtype,
                               ep->d.act,    ep->d.flags, ep->mode, ep->chunks, ep->x.ranks, ep->capacity};
     for (size_t i = 0; i < sizeof agreed / sizeof *agreed; i++) ep->form = hash(ep->form, agreed[i]);
@@ -316,7 +319,8 @@ void fmoe_ep_destroy(fmoe_ep **ep)
     fmoe_plan_destroy(&e->borrow);
     fmoe_plan_destroy(&e->whole);
     fmoe_plan_destroy(&e->sum);
-    if (!e->cpu && e->tables) e->ops->free(e->d.device.id, e->tables, false);
+    if (e->tables && e->tables != e->dest) e->ops->free(e->d.device.id, e->tables, false);
+    if (e->passed) e->ops->event_free(e->d.device.id, e->passed);
     if (e->report) e->ops->free(e->d.device.id, e->report, true);
     free(e->dest);
     free(e->local);

@@ -8,7 +8,8 @@
  *   rows.c        packing, exchanging and unpacking rows; the sums at home
  *   compute.c     the experts of this rank, by fusedmoe.h
  *   run.c         the phases, alone and overlapped
- *   device_cpu.c  indices, as the CPU makes them (device.h); other devices have kernels for it
+ *   device_cpu.c  indices, as the CPU makes them (device.h); other devices have kernels for it,
+ *   host.c        or leave it to the host
  *   engine_*.c    what exchanges
  *
  * Orders. At home, rows and pairs stand by (chunk, destination, token, slot); where they arrive, by (chunk, source,
@@ -16,6 +17,8 @@
  * which weight gradients are summed. */
 #ifndef FMOE_EP_H
 #define FMOE_EP_H
+
+#include <time.h>
 
 #include "device.h"
 #include "error.h"
@@ -28,7 +31,8 @@ struct fmoe_ep {
     const fmoe_device_ops *ops;
     bool cpu;    /* the layer's device */
     bool staged; /* rows of a device, an engine of the host */
-    bool fixed;  /* a capacity on a device: buffers and messages have its size */
+    bool hosted; /* a device whose indices the host makes (host.c) */
+    bool fixed;  /* a capacity on a device that makes them: buffers and messages have its size */
     int32_t mode, chunks;
     int64_t capacity, timeout_ms;
     int64_t n_local;
@@ -46,6 +50,7 @@ struct fmoe_ep {
     int64_t sum_slots;       /* rows of a token that are summed, at most */
     int64_t form;            /* a hash of all that ranks must agree on */
     fmoe_report *report;     /* what the device found wrong */
+    void *passed;            /* hosted: an event, that the host waits for */
     struct ep_block *blocks; /* memory.c */
     int64_t n_blocks;
 };
@@ -82,10 +87,11 @@ struct fmoe_ep_call {
     fmoe_pair *pairs_send;
     /* Away: */
     fmoe_pair *pairs_recv;
-    int64_t *where; /* exact: the row of a pair; lean: row * k + slot */
-    int32_t *ids;   /* of the tokens that the experts see, */
-    void *p;        /* and their weights, */
-    float *ones;    /* or 1, where p is applied at home */
+    int64_t *where;   /* exact: the row of a pair; lean: row * k + slot */
+    int32_t *ids;     /* of the tokens that the experts see, */
+    void *p;          /* and their weights, */
+    float *ones;      /* or 1, where p is applied at home */
+    void *indices[4]; /* hosted: what holds all of these, home and away, on the device and on the host */
     ep_rows rows[2];
     void **saved;         /* [chunks] */
     ep_request *requests; /* [3 * chunks + 1]: chunks of rows out, of rows back, dp, chunks of pairs */
@@ -100,6 +106,13 @@ static inline int64_t ep_row_bytes(const fmoe_ep *ep) { return ep->d.H * (int64_
 static inline int ep_back_type(const fmoe_ep *ep) { return ep_exact(ep) && ep->cpu ? FMOE_F32 : ep->d.dtype; }
 static inline int64_t ep_back_bytes(const fmoe_ep *ep) { return ep->d.H * (int64_t)fmoe_dtype_size(ep_back_type(ep)); }
 static inline int64_t ep_cells(const fmoe_ep *ep) { return (int64_t)ep->chunks * ep->x.ranks; }
+
+static inline int64_t ep_now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+}
 
 /* Exact: p is applied at home. But FMOE_ROUND_STEPS with p of the layer's own 16 bits rounds p * y: then away. */
 static inline bool ep_weighs_at_home(const fmoe_ep_call *c)
@@ -124,7 +137,13 @@ void fmoe_ep_free(fmoe_ep *ep, void *memory);
 void *fmoe_ep_alloc_host(fmoe_ep *ep, int64_t count, int64_t element); /* for an engine of the host */
 void fmoe_ep_free_host(fmoe_ep *ep, void *memory);
 void fmoe_ep_free_all(fmoe_ep *ep);
-fmoe_status fmoe_ep_copy(const fmoe_ep_call *c, void *to, const void *from, int64_t bytes, bool wait);
+fmoe_status fmoe_ep_copy(const fmoe_ep_call *c, void *to, const void *from, int64_t bytes, bool wait); /* on it */
+fmoe_status fmoe_ep_cross(const fmoe_ep_call *c, bool to_host, void *to, const void *from, int64_t bytes, bool wait);
+
+/* host.c: home and away of a device that has neither; h and a hold the rest of the arguments. */
+fmoe_status fmoe_ep_home_on_host(fmoe_ep_call *c, const fmoe_home_args *h);
+fmoe_status fmoe_ep_away_alloc(fmoe_ep_call *c);
+fmoe_status fmoe_ep_away_on_host(fmoe_ep_call *c, const fmoe_away_args *a);
 
 /* ep.c */
 fmoe_status fmoe_ep_check_size(const char *name, size_t given, size_t known, const void *bytes);
@@ -147,6 +166,12 @@ fmoe_status fmoe_ep_dp_exchange(fmoe_ep_call *c);
 fmoe_status fmoe_ep_sum(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *args);
 fmoe_status fmoe_ep_rows_alloc(fmoe_ep_call *c, fmoe_pass pass);
 void fmoe_ep_rows_free(fmoe_ep_call *c, fmoe_pass pass, bool all);
+/* Rows of the layer's dtype: to[i] = from[map[i]]. from has `rows` of them, `stride` elements apart. */
+fmoe_status fmoe_ep_gather(fmoe_ep_call *c, void *to, const void *from, int64_t rows, int64_t stride,
+                           const int64_t *map, int64_t n);
+/* Numbers, of which from has `rows`, as another type; 0 where there is none. */
+fmoe_status fmoe_ep_take(fmoe_ep_call *c, void *to, int type, const float *from, int64_t rows, const int64_t *map,
+                         int64_t n);
 
 /* compute.c */
 fmoe_status fmoe_ep_compute_forward(fmoe_ep_call *c, int64_t chunk, const fmoe_ep_args *args);

@@ -18,6 +18,7 @@ typedef struct ep_block {
 } ep_block;
 
 enum { KEPT_FROM = 1 << 16, KEPT = 32 }; /* bytes on the CPU; blocks */
+enum { LAST_WAIT_MS = 1000 };            /* for what an engine that was given up has put on the device */
 
 static bool of_engine(const fmoe_ep *ep, ep_place place)
 {
@@ -40,6 +41,13 @@ static void release(const fmoe_ep *ep, ep_block *b)
     } else if (ep->cpu || host) ep->x.free(ep->x.ctx, b->memory);
     else ep->x.device_free(ep->x.ctx, b->memory);
     b->memory = NULL;
+}
+
+/* A device whose free does not wait for what is under way there. */
+static bool must_rest(const fmoe_ep *ep, const ep_block *b) { return !of_engine(ep, b->place) && ep->ops->idle; }
+static bool at_rest(const fmoe_ep *ep)
+{
+    return ep->ops->idle(ep->d.device.id, ep->broken ? LAST_WAIT_MS : ep->timeout_ms);
 }
 
 /* The smallest kept block that is large enough, and not more than twice that. */
@@ -101,7 +109,8 @@ static void give_back(fmoe_ep *ep, void *memory)
     ep_block *const b = &ep->blocks[at];
     b->used = false;
     const bool worth = ep->cpu ? b->bytes >= KEPT_FROM : !of_engine(ep, b->place);
-    if (!worth || ep->broken || kept >= KEPT) release(ep, b);
+    if (worth && !ep->broken && kept < KEPT) return;
+    if (!must_rest(ep, b) || (!ep->broken && at_rest(ep))) release(ep, b);
 }
 
 void *fmoe_ep_alloc(fmoe_ep *ep, int64_t count, int64_t element) { return alloc(ep, ON_DEVICE, count, element); }
@@ -109,10 +118,16 @@ void fmoe_ep_free(fmoe_ep *ep, void *memory) { give_back(ep, memory); }
 void *fmoe_ep_alloc_host(fmoe_ep *ep, int64_t count, int64_t element) { return alloc(ep, ON_HOST, count, element); }
 void fmoe_ep_free_host(fmoe_ep *ep, void *memory) { give_back(ep, memory); }
 
+/* What an exchange that never ends may still write to stays taken until the process ends. */
 void fmoe_ep_free_all(fmoe_ep *ep)
 {
-    for (int64_t i = 0; i < ep->n_blocks; i++)
-        if (ep->blocks[i].memory) release(ep, &ep->blocks[i]);
+    int rest = -1; /* not asked yet */
+    for (int64_t i = 0; i < ep->n_blocks; i++) {
+        ep_block *const b = &ep->blocks[i];
+        if (!b->memory) continue;
+        if (must_rest(ep, b) && rest < 0) rest = at_rest(ep);
+        if (!must_rest(ep, b) || rest) release(ep, b);
+    }
     free(ep->blocks);
 }
 
@@ -120,4 +135,10 @@ fmoe_status fmoe_ep_copy(const fmoe_ep_call *c, void *to, const void *from, int6
 {
     if (!bytes && !wait) return FMOE_OK;
     return c->ep->ops->copy(c->ep->d.device.id, to, from, (size_t)bytes, c->stream, wait);
+}
+
+fmoe_status fmoe_ep_cross(const fmoe_ep_call *c, bool to_host, void *to, const void *from, int64_t bytes, bool wait)
+{
+    if (!bytes && !wait) return FMOE_OK;
+    return fmoe_device_cross(c->ep->ops, c->ep->d.device.id, to_host, to, from, (size_t)bytes, c->stream, wait);
 }

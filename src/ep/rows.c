@@ -16,13 +16,20 @@ fmoe_status fmoe_ep_rows_alloc(fmoe_ep_call *c, fmoe_pass pass)
     ep_rows *r = &c->rows[pass];
     if (!(r->send = fmoe_ep_alloc(ep, out, ep_row_bytes(ep))) || !(r->recv = fmoe_ep_alloc(ep, in, ep_row_bytes(ep))))
         return FMOE_ERR_NOMEM;
-    if ((pass == FMOE_FORWARD || c->want_dx) && (!(r->back_send = fmoe_ep_alloc(ep, back_out, ep_back_bytes(ep))) ||
-                                                 !(r->back_recv = fmoe_ep_alloc(ep, back_in, ep_back_bytes(ep)))))
+    const int64_t summed = ep->hosted ? c->T * ep->sum_slots : back_in, dp_in = c->send_pair_at[cells];
+    const bool back = pass == FMOE_FORWARD || c->want_dx;
+    if (back && (!(r->back_send = fmoe_ep_alloc(ep, back_out, ep_back_bytes(ep))) ||
+                 !(r->back_recv = fmoe_ep_alloc(ep, summed, ep_back_bytes(ep)))))
         return FMOE_ERR_NOMEM;
     if (pass == FMOE_BACKWARD && (!(r->dp_send = fmoe_ep_alloc(ep, c->recv_pair_at[cells], 4)) ||
-                                  !(r->dp_recv = fmoe_ep_alloc(ep, c->send_pair_at[cells], 4))))
+                                  !(r->dp_recv = fmoe_ep_alloc(ep, dp_in + ep->hosted, 4))))
         return FMOE_ERR_NOMEM;
-    return FMOE_OK;
+    /* Hosted: what the maps name for a slot that is skipped. */
+    if (!ep->hosted) return FMOE_OK;
+    if (back && summed > back_in)
+        FMOE_TRY(ep->ops->zero(ep->d.device.id, r->back_recv + back_in * ep_back_bytes(ep),
+                               (size_t)((summed - back_in) * ep_back_bytes(ep)), c->stream));
+    return pass == FMOE_BACKWARD ? ep->ops->zero(ep->d.device.id, r->dp_recv + dp_in, 4, c->stream) : FMOE_OK;
 }
 
 /* All, or all but the rows of x that came: the backward reads them. */
@@ -37,6 +44,43 @@ void fmoe_ep_rows_free(fmoe_ep_call *c, fmoe_pass pass, bool all)
     fmoe_ep_free(c->ep, r->dp_send);
     fmoe_ep_free(c->ep, r->dp_recv);
     *r = (ep_rows){.recv = kept};
+}
+
+/* ---- moving ---- */
+
+static fmoe_status move(fmoe_ep_call *c, fmoe_move_args *a)
+{
+    fmoe_ep *const ep = c->ep;
+    if (!a->n) return FMOE_OK;
+    a->stream = c->stream;
+    FMOE_TRY(ep->ops->move_bytes(ep->d.device.id, a, &a->work_bytes));
+    if (!(a->work = fmoe_ep_alloc(ep, (int64_t)a->work_bytes, 1))) return FMOE_ERR_NOMEM;
+    const fmoe_status status = ep->ops->move(ep->d.device.id, a);
+    fmoe_ep_free(ep, a->work);
+    return status;
+}
+
+fmoe_status fmoe_ep_gather(fmoe_ep_call *c, void *to, const void *from, int64_t rows, int64_t stride,
+                           const int64_t *map, int64_t n)
+{
+    fmoe_ep *const ep = c->ep;
+    const int type = ep->d.dtype;
+    const int64_t bytes = ep_row_bytes(ep), apart = stride * (int64_t)fmoe_dtype_size(type);
+    if (!ep->hosted) return ep->ops->gather(ep->d.device.id, to, from, apart, bytes, map, n, c->stream);
+    fmoe_move_args a = {.from = from, .rows = rows, .columns = ep->d.H, .stride = stride, .map = map, .n = n, .to = to};
+    a.from_type = a.type = type;
+    return move(c, &a);
+}
+
+fmoe_status fmoe_ep_take(fmoe_ep_call *c, void *to, int type, const float *from, int64_t rows, const int64_t *map,
+                         int64_t n)
+{
+    fmoe_ep *const ep = c->ep;
+    if (!ep->hosted) return ep->ops->take(ep->d.device.id, to, type, from, map, n, c->stream);
+    fmoe_move_args a = {.from = from, .rows = rows, .columns = 1, .stride = 1, .map = map, .n = n, .to = to};
+    a.from_type = FMOE_F32;
+    a.type = type;
+    return move(c, &a);
 }
 
 /* ---- exchanges: requests as ep.h has them ---- */
@@ -58,7 +102,7 @@ static fmoe_status begin_staged(fmoe_ep_call *c, ep_request *q, const void *send
         return FMOE_ERR_NOMEM;
     q->recv_to = recv;
     q->recv_bytes = (size_t)in;
-    FMOE_TRY(fmoe_ep_copy(c, q->send, send, out, true));
+    FMOE_TRY(fmoe_ep_cross(c, true, q->send, send, out, true));
     return ep->x.begin(ep->x.ctx, q->send, send_rows, q->recv, recv_rows, bytes, &q->real);
 }
 
@@ -67,7 +111,8 @@ static fmoe_status begin(fmoe_ep_call *c, int64_t request, const void *send, con
 {
     fmoe_ep *const ep = c->ep;
     ep_request *const q = &c->requests[request];
-    if (ep->staged) return begin_staged(c, q, send, send_rows, recv, recv_rows, bytes);
+    const bool pairs = request > 2 * ep->chunks; /* which lie on the host where it makes them */
+    if (ep->staged && !(ep->hosted && pairs)) return begin_staged(c, q, send, send_rows, recv, recv_rows, bytes);
     return ep->x.begin(ep->x.ctx, send, send_rows, recv, recv_rows, bytes, &q->real);
 }
 
@@ -77,8 +122,8 @@ fmoe_status fmoe_ep_wait(fmoe_ep_call *c, int64_t request)
     void *const real = q->real;
     q->real = NULL;
     fmoe_status status = c->ep->x.wait(c->ep->x.ctx, real, c->ep->timeout_ms);
-    if (status || !c->ep->staged) return status; /* what an engine may still write to is given back with the call */
-    status = fmoe_ep_copy(c, q->recv_to, q->recv, (int64_t)q->recv_bytes, true);
+    if (status || !q->recv) return status; /* what an engine may still write to is given back with the call */
+    status = fmoe_ep_cross(c, false, q->recv_to, q->recv, (int64_t)q->recv_bytes, true);
     fmoe_ep_free_host(c->ep, q->send);
     fmoe_ep_free_host(c->ep, q->recv);
     *q = (ep_request){0};
@@ -118,6 +163,7 @@ fmoe_status fmoe_ep_pairs_end(fmoe_ep_call *c)
     a.ones = c->ones;
     a.report = ep->report;
     a.stream = c->stream;
+    if (ep->hosted) return fmoe_ep_away_on_host(c, &a);
     if (!(a.work = fmoe_ep_alloc(ep, (int64_t)ep->ops->away_bytes(&a), 1))) return FMOE_ERR_NOMEM;
     const fmoe_status status = ep->ops->away(ep->d.device.id, &a);
     fmoe_ep_free(ep, a.work);
@@ -135,9 +181,7 @@ fmoe_status fmoe_ep_dispatch_begin(fmoe_ep_call *c, fmoe_pass pass, int64_t chun
     const int64_t cell = chunk * ep->x.ranks, bytes = ep_row_bytes(ep), first = c->send_row_at[cell];
     char *const send = c->rows[pass].send + first * bytes;
     const int64_t n = c->send_row_at[cell + ep->x.ranks] - first;
-    const int64_t stride = fmoe_stride(rows, 0) * (int64_t)fmoe_dtype_size(ep->d.dtype);
-    FMOE_TRY(
-        ep->ops->gather(ep->d.device.id, send, fmoe_data(rows), stride, bytes, c->send_token + first, n, c->stream));
+    FMOE_TRY(fmoe_ep_gather(c, send, fmoe_data(rows), c->T, fmoe_stride(rows, 0), c->send_token + first, n));
     c->stats.bytes_out += count_bytes(ep, c->send_rows + cell, bytes);
     return begin(c, chunk, send, c->send_rows + cell, c->rows[pass].recv + c->recv_row_at[cell] * bytes,
                  c->recv_rows + cell, bytes);
@@ -180,12 +224,12 @@ fmoe_status fmoe_ep_sum(fmoe_ep_call *c, fmoe_pass pass, const fmoe_ep_args *arg
     const int64_t cells = ep_cells(ep), slots = ep->sum_slots;
     const fmoe_tensor *const to = pass == FMOE_FORWARD ? args->out : args->dx, *const dp = args->dweights;
     if (pass == FMOE_BACKWARD && dp && c->T)
-        FMOE_TRY(ep->ops->take(ep->d.device.id, fmoe_data(dp), fmoe_tensor_dtype(dp), c->rows[1].dp_recv, c->slot_pair,
-                               c->T * ep->d.k, c->stream));
+        FMOE_TRY(fmoe_ep_take(c, fmoe_data(dp), fmoe_tensor_dtype(dp), c->rows[1].dp_recv,
+                              c->send_pair_at[cells] + ep->hosted, c->slot_pair, c->T * ep->d.k));
     if (!to || !c->T) return FMOE_OK;
     ep_tensor y, p, map;
     fmoe_run run;
-    const int64_t rows = ep_exact(ep) ? c->send_pair_at[cells] : c->send_row_at[cells];
+    const int64_t rows = ep->hosted ? c->T * slots : ep_exact(ep) ? c->send_pair_at[cells] : c->send_row_at[cells];
     fmoe_unpermute_args a = {.size = sizeof a, .out = to};
     a.map = fmoe_ep_list(ep, &map, c->map, c->T * slots);
     a.y = fmoe_ep_matrix(ep, &y, c->rows[pass].back_recv, rows, ep->d.H, ep_back_type(ep));

@@ -363,13 +363,12 @@ aclError aclrtSynchronizeStreamWithTimeout(aclrtStream s, int32_t ms)
 aclError aclrtSynchronizeDevice(void)
 {
     SYNC();
-    return sim_device_wait();
+    return sim_device_wait(-1);
 }
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t ms)
 {
-    (void)ms;
     SYNC();
-    return sim_device_wait();
+    return sim_device_wait(ms);
 }
 
 /* ---- Events ---- */

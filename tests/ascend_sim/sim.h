@@ -57,7 +57,7 @@ bool sim_stream_exists(const sim_stream *s);
 /* Run fn(arg) after everything that is on the stream already. */
 aclError sim_submit(sim_stream *s, void (*fn)(void *arg), void *arg);
 aclError sim_stream_wait(sim_stream *s);
-aclError sim_device_wait(void);
+aclError sim_device_wait(int32_t ms); /* -1: as long as it takes */
 bool sim_stream_idle(sim_stream *s);
 void sim_stream_error(int code); /* from a task: the stream reports it at the next synchronisation */
 

@@ -123,11 +123,20 @@ aclError sim_submit(sim_stream *s, void (*fn)(void *), void *arg)
     return ACL_OK;
 }
 
-aclError sim_stream_wait(sim_stream *s)
+static aclError wait_until(sim_stream *s, const struct timespec *deadline)
 {
     if (!sim_stream_exists(s)) return ACL_E_NO_STREAM;
+    int late = 0;
     pthread_mutex_lock(&s->lock);
-    while (s->head || s->busy) pthread_cond_wait(&s->change, &s->lock);
+    while ((s->head || s->busy) && !late) {
+        if (deadline) late = pthread_cond_timedwait(&s->change, &s->lock, deadline);
+        else pthread_cond_wait(&s->change, &s->lock);
+    }
+    if (s->head || s->busy) {
+        pthread_mutex_unlock(&s->lock);
+        sim_message("the stream is not done in time");
+        return ACL_E_TIMEOUT;
+    }
     const int error = s->error;
     s->error = 0;
     pthread_mutex_unlock(&s->lock);
@@ -135,15 +144,22 @@ aclError sim_stream_wait(sim_stream *s)
     return error;
 }
 
-aclError sim_device_wait(void)
+aclError sim_stream_wait(sim_stream *s) { return wait_until(s, NULL); }
+
+aclError sim_device_wait(int32_t ms)
 {
     sim_stream *list[256];
     int n = 0, error = 0;
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += ms / 1000;
+    deadline.tv_nsec += ms % 1000 * 1000000L;
+    if (deadline.tv_nsec >= 1000000000L) deadline.tv_sec++, deadline.tv_nsec -= 1000000000L;
     pthread_mutex_lock(&all_lock);
     for (sim_stream *s = all; s && n < 256; s = s->next) list[n++] = s;
     pthread_mutex_unlock(&all_lock);
     for (int i = 0; i < n; i++) {
-        const int e = sim_stream_wait(list[i]);
+        const int e = wait_until(list[i], ms < 0 ? NULL : &deadline);
         if (e && !error) error = e;
     }
     return error;

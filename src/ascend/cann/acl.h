@@ -16,6 +16,7 @@ typedef int32_t aclnnStatus;
 typedef int aclDataType;
 typedef int aclFormat;
 typedef void *aclrtStream;
+typedef void *aclrtEvent;
 typedef struct aclTensor aclTensor;
 typedef struct aclScalar aclScalar;
 typedef struct aclIntArray aclIntArray;
@@ -37,7 +38,10 @@ enum {
 };
 enum { ACL_FORMAT_ND = 2 };
 enum { ACL_REPEAT_INITIALIZE = 100002 };
-enum { ACL_DEVICE_TO_HOST = 2 };
+enum { ACL_HOST_TO_DEVICE = 1, ACL_DEVICE_TO_HOST = 2, ACL_DEVICE_TO_DEVICE = 3 };
+enum { ACL_MEM_MALLOC_HUGE_FIRST = 0 };
+enum { ACL_EVENT_SYNC = 1, ACL_EVENT_CAPTURE_STREAM_PROGRESS = 2 };
+enum { ACL_EVENT_RECORDED_STATUS_COMPLETE = 1 };
 
 #define T const aclTensor *
 #define TL const aclTensorList *

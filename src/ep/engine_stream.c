@@ -149,6 +149,10 @@ static fmoe_status new_request(stream_engine *e, stream_request **out)
             free(q);
             return status;
         }
+        pthread_mutex_lock(&e->lock);
+        q->older = e->newest;
+        e->newest = q;
+        pthread_mutex_unlock(&e->lock);
     }
     q->next = NULL;
     *out = q;
@@ -307,16 +311,6 @@ fmoe_status fmoe_ep_stream_start(stream_engine *e)
     return FMOE_OK;
 }
 
-static void free_list(stream_engine *e, stream_request *q)
-{
-    while (q) {
-        stream_request *const next = q->next;
-        e->ops->event_free(e->device.id, q->done);
-        free(q);
-        q = next;
-    }
-}
-
 void fmoe_ep_stream_stop(stream_engine *e)
 {
     if (e->watching) {
@@ -329,8 +323,12 @@ void fmoe_ep_stream_stop(stream_engine *e)
         pthread_mutex_destroy(&e->lock);
     }
     if (!e->ops) return;
-    free_list(e, e->watched);
-    free_list(e, e->spare);
+    while (e->newest) {
+        stream_request *const q = e->newest;
+        e->newest = q->older;
+        e->ops->event_free(e->device.id, q->done);
+        free(q);
+    }
     if (e->ready) e->ops->event_free(e->device.id, e->ready);
     if (e->broken && e->ops->idle && !e->ops->idle(e->device.id, LAST_WAIT_MS)) return; /* it may still write there */
     if (e->counts) e->ops->free(e->device.id, e->counts, false);

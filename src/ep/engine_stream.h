@@ -23,8 +23,8 @@ typedef struct transport {
 } transport;
 
 typedef struct stream_request {
-    struct stream_request *next;
-    void *done; /* an event */
+    struct stream_request *next, *older; /* in a list; of all, also those that nobody waited for after an error */
+    void *done;                          /* an event */
     int64_t deadline_ms;
     bool captured; /* in a graph: nothing to watch */
 } stream_request;
@@ -45,7 +45,7 @@ struct stream_engine {
     bool watching, stop, broken;
     int64_t call_deadline_ms; /* of a call into the library; 0: none */
     char why[384];
-    stream_request *watched, *spare;
+    stream_request *watched, *spare, *newest;
 };
 
 /* e: filled but for what this makes. */

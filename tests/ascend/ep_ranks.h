@@ -138,23 +138,28 @@ static void npu_share(npu_group *g, int r)
     n->args.stream = n->stream;
 }
 
-static npu_group *npu_start(const ep_layer *l, int on_device)
+static void npu_connect(npu_group *g)
 {
-    npu_group *const g = test_alloc(sizeof *g);
-    g->l = l;
-    g->on_device = on_device;
-    if (on_device) g->hccl = hccl.group(l->ranks);
-    else CHECK_STATUS(fmoe_ep_threads_create(&g->threads, l->ranks), FMOE_OK);
-    for (int r = 0; r < l->ranks; r++) {
+    const fmoe_device npu0 = {FMOE_ASCEND, 0};
+    if (g->on_device) g->hccl = hccl.group(g->l->ranks);
+    else CHECK_STATUS(fmoe_ep_threads_create(&g->threads, g->l->ranks), FMOE_OK);
+    for (int r = 0; r < g->l->ranks; r++) {
         npu_rank *const n = &g->r[r];
-        npu_share(g, r);
-        if (on_device) {
-            const fmoe_device npu0 = {FMOE_ASCEND, 0};
+        if (g->on_device) {
             CHECK_STATUS(fmoe_ep_hccl_create(&n->engine, hccl.comm(g->hccl, r), npu0, n->stream, n->side), FMOE_OK);
             REQUIRE(n->engine);
             CHECK_STATUS(fmoe_ep_hccl_exchange(n->engine, &n->x), FMOE_OK);
         } else CHECK_STATUS(fmoe_ep_threads_exchange(g->threads, r, &n->x), FMOE_OK);
     }
+}
+
+static npu_group *npu_start(const ep_layer *l, int on_device)
+{
+    npu_group *const g = test_alloc(sizeof *g);
+    g->l = l;
+    g->on_device = on_device;
+    for (int r = 0; r < l->ranks; r++) npu_share(g, r);
+    npu_connect(g);
     return g;
 }
 
@@ -220,17 +225,22 @@ static void npu_fetch(npu_group *g)
     }
 }
 
-static void npu_stop(npu_group *g)
+/* Layers and engines; exchanges that wait for a rank that has left are ended. */
+static void npu_part(npu_group *g)
 {
     for (int r = 0; r < g->l->ranks; r++) fmoe_ep_destroy(&g->r[r].ep);
     for (int r = 0; r < g->l->ranks; r++) fmoe_ep_hccl_destroy(&g->r[r].engine);
     if (g->hccl) hccl.end(g->hccl);
-    for (int r = 0; r < g->l->ranks; r++) {
-        npu.sync(g->r[r].stream), npu.sync(g->r[r].side);
-        npu.end_stream(g->r[r].stream), npu.end_stream(g->r[r].side);
-    }
+    for (int r = 0; r < g->l->ranks; r++) npu.sync(g->r[r].stream), npu.sync(g->r[r].side);
     if (g->hccl) hccl.free(g->hccl);
+    g->hccl = NULL;
     fmoe_ep_threads_destroy(&g->threads);
+}
+
+static void npu_stop(npu_group *g)
+{
+    npu_part(g);
+    for (int r = 0; r < g->l->ranks; r++) npu.end_stream(g->r[r].stream), npu.end_stream(g->r[r].side);
 }
 
 /* What a layer may leave behind: nothing. */

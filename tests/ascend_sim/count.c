@@ -57,7 +57,10 @@ int sim_enter(const char *function)
     find(counters, MAX_NAMES, function)->value++;
     const bool releases = strstr(function, "Destroy") || strstr(function, "Repeatable") ||
                           strstr(function, "RecentErrMsg") || strstr(function, "aclrtFree");
-    if (fail_after > 0 && (fail_name[0] == '*' ? !releases : strcmp(fail_name, function) == 0) && --fail_after == 0) {
+    const size_t n = strlen(fail_name); /* "aclnn*": any that begins so */
+    const bool meant = n && fail_name[n - 1] == '*' ? !releases && strncmp(fail_name, function, n - 1) == 0
+                                                    : strcmp(fail_name, function) == 0;
+    if (fail_after > 0 && meant && --fail_after == 0) {
         code = fail_code;
         find(counters, MAX_NAMES, "injected")->value++;
     }

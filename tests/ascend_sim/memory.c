@@ -90,9 +90,9 @@ aclError sim_free(void *device)
     }
     *at = b->next;
     used -= b->bytes;
-    /* Give the pages back; what is left of the edges is poisoned. */
+    /* Large blocks give their pages back, which takes longer than to fill them; what is kept is poisoned. */
     const size_t page = 4096, first = (b->start + page - 1) / page * page, last = (b->start + b->bytes) / page * page;
-    if (last > first)
+    if (last > first + ((size_t)32 << 20))
         fallocate(memory_file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)first, (off_t)(last - first));
     else memset(twin_base + b->start, 0xFF, b->bytes);
     pthread_mutex_unlock(&lock);

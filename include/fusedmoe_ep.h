@@ -14,8 +14,8 @@
  * and the same in reverse for the gradients. Every rank enters every phase, also one without tokens or experts.
  *
  * On the way back, by option:
- *   FMOE_EP_EXACT  a row for each (token, expert), as one process has it before its sum (the CPU in f32, CUDA in the
- *                  layer's dtype), summed at home in the order of one process. The bits of EP = n are those of one
+ *   FMOE_EP_EXACT  a row for each (token, expert), as one process has it before its sum (the CPU in f32, devices in
+ *                  the layer's dtype), summed at home in the order of one process. The bits of EP = n are those of one
  *                  process that has all tokens, rank after rank: outputs, and every gradient. (Replicas: a gradient is
  *                  in parts, one for each rank that has the expert, for the caller to add.)
  *   FMOE_EP_LEAN   one weighted partial sum for each (token, rank), in the layer's dtype: fewest bytes, another
@@ -26,15 +26,16 @@
  * Rows are ordered by (source rank, source row), never by arrival: same inputs, same bits.
  *
  * What differs from fusedmoe.h: how many rows come is known after the count alone, so a call (fmoe_ep_call) allocates,
- * by the engine's functions where it has them. On the CPU and CUDA, in f32, bf16 and f16.
+ * by the engine's functions where it has them. On the CPU, CUDA and Ascend, in f32, bf16 and f16.
  *
  * Errors: what is wrong with a rank's own arguments is told to the others in the count; every rank returns an error
  * that names rank and phase, and the next call works. After any later error, and after a deadline, the engine is given
  * up (fmoe_exchange.abort): all ranks that live return an error, and make a new engine to go on.
  *
- * On a device the count waits for it, to read the numbers of rows (with a capacity it does not); nothing else does.
+ * On CUDA the count waits for the device, to read the numbers of rows (with a capacity it does not); nothing else does.
  * What only the device can find (an id out of range with a capacity, a pair that was not announced) is skipped there
- * and reported by the next call. docs/parallel.md
+ * and reported by the next call. On Ascend the host says where rows go: the count waits for ids, the dispatch for what
+ * others sent, both by the deadline, and what is wrong is an error of that call. docs/parallel.md
  */
 #ifndef FUSEDMOE_EP_H
 #define FUSEDMOE_EP_H
@@ -97,7 +98,7 @@ typedef struct fmoe_ep_desc {
     int32_t chunks;   /* tokens are cut in so many pieces, and the exchange of one runs beside the products of another.
                          0: 1. Weight gradients are computed last, over all of them. */
     int64_t capacity; /* rows a rank sends to another at most; tokens beyond it skip that rank. 0: no limit (dropless).
-                         On a device, buffers and messages have that size (and there is one chunk): nothing waits for
+                         On CUDA, buffers and messages have that size (and there is one chunk): nothing waits for
                          the host, and a pass can be captured in a graph, after one that was not */
     int64_t timeout_ms; /* of every exchange; 0: 600000 */
 } fmoe_ep_desc;
@@ -158,7 +159,7 @@ typedef struct fmoe_ep_stats {
     int64_t bytes_pairs;  /* in expert ids and routing weights, 8 for each (token, expert), */
     int64_t bytes_out;    /* in rows of x and dout, */
     int64_t bytes_back;   /* and in rows that go home: y, dx, dp */
-    int64_t dropped;      /* slots beyond the capacity; -1: they are counted on the device (fmoe_ep_args.dropped) */
+    int64_t dropped;      /* slots beyond the capacity; -1: counted on the device (CUDA: fmoe_ep_args.dropped) */
 } fmoe_ep_stats;
 
 FMOE_API fmoe_status fmoe_ep_call_stats(const fmoe_ep_call *call, fmoe_ep_stats *stats);

@@ -134,8 +134,8 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
 
 
 def _read(w: Tensor) -> bool:
-    """Whether codes on w's device are read there: on a CUDA device where the library has its backend."""
-    if not w.is_cuda:
+    """Whether codes on w's device are read there: on a CUDA device or an NPU where the library has its backend."""
+    if w.device.type not in ("cuda", "npu"):
         return w.is_cpu
     E, N, K = w.shape
     try:

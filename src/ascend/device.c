@@ -26,22 +26,30 @@ static fmoe_status answer(const fmoe_acl *acl, int code, const char *what)
 
 static fmoe_status find_all(const fmoe_acl *acl)
 {
-    const char *const lost = !acl->aclrtMalloc                         ? "aclrtMalloc"
-                             : !acl->aclrtFree                         ? "aclrtFree"
-                             : !acl->aclrtMallocHost                   ? "aclrtMallocHost"
-                             : !acl->aclrtFreeHost                     ? "aclrtFreeHost"
-                             : !acl->aclrtMemcpyAsync                  ? "aclrtMemcpyAsync"
-                             : !acl->aclrtSynchronizeStream            ? "aclrtSynchronizeStream"
-                             : !acl->aclrtCreateEventExWithFlag        ? "aclrtCreateEventExWithFlag"
-                             : !acl->aclrtDestroyEvent                 ? "aclrtDestroyEvent"
-                             : !acl->aclrtRecordEvent                  ? "aclrtRecordEvent"
-                             : !acl->aclrtStreamWaitEvent              ? "aclrtStreamWaitEvent"
-                             : !acl->aclrtQueryEventStatus             ? "aclrtQueryEventStatus"
-                             : !acl->aclnnIndexSelect                  ? "aclnnIndexSelect"
-                             : !acl->aclrtSynchronizeDeviceWithTimeout ? "aclrtSynchronizeDeviceWithTimeout"
-                                                                       : NULL;
-    if (!lost) return FMOE_OK;
-    return fmoe_fail(FMOE_ERR_BACKEND, "Ascend: symbol %s, which expert parallelism needs, not found in CANN", lost);
+    const struct {
+        bool there;
+        const char *name;
+    } needed[] = {
+        {acl->aclrtMalloc != NULL, "aclrtMalloc"},
+        {acl->aclrtFree != NULL, "aclrtFree"},
+        {acl->aclrtMallocHost != NULL, "aclrtMallocHost"},
+        {acl->aclrtFreeHost != NULL, "aclrtFreeHost"},
+        {acl->aclrtMemcpy != NULL, "aclrtMemcpy"},
+        {acl->aclrtMemcpyAsync != NULL, "aclrtMemcpyAsync"},
+        {acl->aclrtSynchronizeStream != NULL, "aclrtSynchronizeStream"},
+        {acl->aclrtSynchronizeDeviceWithTimeout != NULL, "aclrtSynchronizeDeviceWithTimeout"},
+        {acl->aclrtCreateEventExWithFlag != NULL, "aclrtCreateEventExWithFlag"},
+        {acl->aclrtDestroyEvent != NULL, "aclrtDestroyEvent"},
+        {acl->aclrtRecordEvent != NULL, "aclrtRecordEvent"},
+        {acl->aclrtStreamWaitEvent != NULL, "aclrtStreamWaitEvent"},
+        {acl->aclrtQueryEventStatus != NULL, "aclrtQueryEventStatus"},
+        {acl->aclnnIndexSelect != NULL, "aclnnIndexSelect"},
+    };
+    for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
+        if (!needed[i].there)
+            return fmoe_fail(FMOE_ERR_BACKEND, "Ascend: symbol %s, which expert parallelism needs, not found in CANN",
+                             needed[i].name);
+    return FMOE_OK;
 }
 
 static fmoe_status enter(scope *s, int32_t device)
@@ -106,10 +114,18 @@ static fmoe_status copy(int32_t device, void *to, const void *from, size_t bytes
     return move_bytes_of(device, ACL_DEVICE_TO_DEVICE, to, from, bytes, stream, wait);
 }
 
+/* Where the host waits anyway its memory may be of any kind: aclrtMemcpyAsync is documented for aclrtMallocHost's. */
 static fmoe_status cross(int32_t device, bool to_host, void *to, const void *from, size_t bytes, void *stream,
                          bool wait)
 {
-    return move_bytes_of(device, to_host ? ACL_DEVICE_TO_HOST : ACL_HOST_TO_DEVICE, to, from, bytes, stream, wait);
+    const int kind = to_host ? ACL_DEVICE_TO_HOST : ACL_HOST_TO_DEVICE;
+    scope s;
+    if (!wait) return move_bytes_of(device, kind, to, from, bytes, stream, false);
+    FMOE_TRY(move_bytes_of(device, kind, NULL, NULL, 0, stream, true));
+    FMOE_TRY(enter(&s, device));
+    fmoe_status status = FMOE_OK;
+    if (bytes) status = answer(s.acl, s.acl->aclrtMemcpy(to, bytes, from, bytes, kind), "aclrtMemcpy");
+    return leave(&s, status);
 }
 
 static fmoe_status zero(int32_t device, void *at, size_t bytes, void *stream)

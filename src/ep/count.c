@@ -242,7 +242,8 @@ static fmoe_status home(fmoe_ep_call *c, const fmoe_ep_args *a)
     const int64_t *const dropped = c->counts + 2 * ep_cells(ep);
     void *const to = status || !a->dropped ? NULL : fmoe_data(a->dropped);
     if (to)
-        status = ep->hosted ? fmoe_ep_cross(c, false, to, dropped, 8, false) : fmoe_ep_copy(c, to, dropped, 8, false);
+        status =
+            ep->hosted ? fmoe_ep_cross(c, false, to, dropped, 8, ep->staged) : fmoe_ep_copy(c, to, dropped, 8, false);
     return status ? status : read_counts(c);
 }
 

@@ -2,9 +2,9 @@
  *
  * host.c - where rows go, on a device that does not compute that itself (device.h). Its host copies ids, routing
  * weights and the pairs that came, runs the CPU's functions on them, and sends the indices back in one piece. So it
- * waits twice in a forward, for these copies, by the deadline; and what a peer sent is checked before any of it is
- * used. The sums at home want maps without holes: slots that are skipped name rows of zeros behind those that come
- * back. */
+ * waits twice in a forward, for these copies, by the deadline (beside an engine of the host it waits all the time); and
+ * what a peer sent is checked before any of it is used. The sums at home want maps without holes: slots that are
+ * skipped name rows of zeros behind those that come back. */
 #include "ep.h"
 
 enum { ALIGN = 64, ROOM = 32 }; /* of each piece, as Ascend's operators want them */
@@ -49,7 +49,8 @@ static fmoe_status alloc_both(fmoe_ep_call *c, int which, const fmoe_carve *devi
 
 static fmoe_status send(fmoe_ep_call *c, int which, const fmoe_carve *v)
 {
-    return fmoe_ep_cross(c, false, aligned(c->indices[which]), aligned(c->indices[which + 1]), (int64_t)v->used, false);
+    const bool wait = c->ep->staged; /* the host does all the time then, and its memory may be an engine's */
+    return fmoe_ep_cross(c, false, aligned(c->indices[which]), aligned(c->indices[which + 1]), (int64_t)v->used, wait);
 }
 
 /* ---- home ---- */
@@ -114,9 +115,9 @@ fmoe_status fmoe_ep_home_on_host(fmoe_ep_call *c, const fmoe_home_args *device)
     all = carve_home(c->indices[HOME_HOST], &h);
     carve_own(&all, &h, &in);
     const int64_t slots = h.T * h.k;
-    FMOE_TRY(fmoe_ep_cross(c, true, in.ids, h.ids, slots * (int64_t)number_bytes(h.ids_type), false));
-    FMOE_TRY(fmoe_ep_cross(c, true, in.p, h.p, slots * (int64_t)number_bytes(h.p_type), false));
-    FMOE_TRY(settle(c));
+    FMOE_TRY(fmoe_ep_cross(c, true, in.ids, h.ids, slots * (int64_t)number_bytes(h.ids_type), ep->staged));
+    FMOE_TRY(fmoe_ep_cross(c, true, in.p, h.p, slots * (int64_t)number_bytes(h.p_type), ep->staged));
+    if (!ep->staged) FMOE_TRY(settle(c));
     h.ids = in.ids;
     h.p = in.p;
     FMOE_TRY(fmoe_device_cpu.home(0, &h));

@@ -29,11 +29,12 @@ const char *sim_take_message(void);
 void sim_add(const char *counter, int64_t amount);
 void sim_trace(const char *line);
 
-void fmoe_sim_reset(void);                                       /* counters but live_* and violations, and the trace */
-void fmoe_sim_forgive(void);                                     /* the violations so far */
-int64_t fmoe_sim_get(const char *counter);                       /* a counter, or calls of a vendor function */
-void fmoe_sim_fail(const char *function, int64_t nth, int code); /* "*": any, "aclnn*": any of those; the nth call from now; nth 0: none */
-void fmoe_sim_set(const char *what, int64_t value);              /* delays and switches, see count.c */
+void fmoe_sim_reset(void);                 /* counters but live_* and violations, and the trace */
+void fmoe_sim_forgive(void);               /* the violations so far */
+int64_t fmoe_sim_get(const char *counter); /* a counter, or calls of a vendor function */
+void fmoe_sim_fail(const char *function, int64_t nth,
+                   int code); /* "*": any, "aclnn*": any of those; the nth call from now; nth 0: none */
+void fmoe_sim_set(const char *what, int64_t value); /* delays and switches, see count.c */
 int64_t fmoe_sim_option(const char *what);
 size_t fmoe_sim_trace(char *text, size_t n); /* one line a launch */
 const char *fmoe_sim_violation_text(void);   /* the first one */

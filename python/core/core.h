@@ -91,7 +91,8 @@ extern int use_exchange;
 
 extern int use_queue;
 int npu_stream(int index, fmoe_run *run);
-const char *npu_problem(void); /* of the last call that went through the queue; "": none */
+int npu_drained_stream(int index, void **stream); /* after the queue has submitted everything */
+const char *npu_problem(void);                    /* of the last call that went through the queue; "": none */
 bool npu_has_queue(void);
 void torch_parallel(void *parallel_for, int n, void (*fn)(void *, int), void *arg);
 /* NULL when torch is older, or not there: it is found only where it has been loaded already. */

@@ -266,9 +266,10 @@ static int take_quants(call *c, PyObject *quants, fmoe_weights *w)
     return 0;
 }
 
-/* The stream that torch uses now, of a CUDA device; -1: an exception is set. */
+/* The stream that torch uses now, of a device; -1: an exception is set. */
 static int take_stream(const call *c, void **stream)
 {
+    if (c->device.type == FMOE_ASCEND) return npu_drained_stream(c->device.id, stream);
     if (c->device.type != FMOE_CUDA) return 0;
     if (c->api && c->api->current_stream) return c->api->current_stream(c->device.type, c->device.id, stream) ? -1 : 0;
     PyErr_SetString(PyExc_RuntimeError,

@@ -55,6 +55,15 @@ int npu_stream(int index, fmoe_run *run)
     run->stream = (void *)(uintptr_t)stream;
     return PyErr_Occurred() ? -1 : 0;
 }
+
+int npu_drained_stream(int index, void **stream)
+{
+    PyObject *torch_npu = PyImport_ImportModule("torch_npu._C");
+    if (!torch_npu) return -1;
+    *stream = (void *)(uintptr_t)ask_npu(torch_npu, "_npu_getCurrentRawStream", index);
+    Py_DECREF(torch_npu);
+    return PyErr_Occurred() ? -1 : 0;
+}
 /* ---- torch's threads ------------------------------------------------------------------------------------- */
 
 /* torch's OpenMP workers spin for a while after each of its operators. Threads of our own beside them would share the

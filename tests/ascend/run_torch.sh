@@ -94,6 +94,7 @@ pytest() { # file: run from elsewhere, for the sources' own python/ must not be 
 tests=$(realpath tests/ascend)
 pytest test_torch_npu.py
 pytest test_quant_npu.py
+pytest test_ep_npu.py
 pytest test_strides_npu.py
 pytest test_bench_npu.py
 if [ -d "$FMOE_V4" ]; then

@@ -40,7 +40,11 @@ class TorchExchange:
         self.group, self.rank, self.ranks = group, dist.get_rank(group), dist.get_world_size(group)
         self.device = device or torch.device("cpu")
         # gloo takes memory of the host: the library copies rows of a device to it, and back
-        self.on_device = self.device.type == "cuda" and f"{self.device.type}:nccl" in dist.get_backend_config(group).split(",")
+        backends = dist.get_backend_config(group).split(",")
+        self.on_device = self.device.type == "cuda" and f"{self.device.type}:nccl" in backends
+        if self.device.type == "npu" and not {"cpu:gloo", "cpu:mpi"} & {*backends}:
+            raise NotImplementedError(f"expert parallelism on an NPU passes the host: the group has {','.join(backends)}, "
+                                      "expected one for the CPU too (init_process_group('cpu:gloo,npu:hccl'))")  # fmt: skip
         self.memory: dict[int, Tensor] = {}
 
     def on(self, device: torch.device) -> "TorchExchange":

@@ -14,6 +14,7 @@ from ..quant import operators
 from .exchange import TorchExchange, group_of
 
 MODES = {"exact": 0, "lean": 1}
+DEVICES = {"cpu": 1, "cuda": 2, "npu": 12}  # fmoe_device_type
 STATS = ("rows_out", "rows_in", "pairs_out", "pairs_in", "bytes_counts", "bytes_pairs", "bytes_out", "bytes_back", "dropped")
 
 
@@ -62,7 +63,7 @@ class ExpertParallel:
         if key not in self.layers:
             H, I, _, rank1, rank2 = sizes
             exchange = self.exchange.on(x.device)
-            where = (1, 0) if x.is_cpu else (2, x.device.index or 0)
+            where = DEVICES[x.device.type], 0 if x.is_cpu else x.device.index or 0
             desc = (ops.EXPERTS, checks.DTYPES[x.dtype], *where, H, I, self.num_experts, k, 0, 0, 0, rank1, rank2, act, flags & ~ops._OWN,
                     alpha, limit, None, torch.get_num_threads())  # fmt: skip
             pairs = [(e, r) for r, on in enumerate(self.placement) for e in on]
@@ -147,9 +148,9 @@ def _quants(coded: tuple | None, parts: Sequence[Tensor], flags: int) -> tuple |
 def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | str = ops.SWIGLU, flags: int = 0, alpha: float = 0.0,
             limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
     """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without
-    tokens. On the CPU and CUDA. Quantised weights have the same format on every rank."""
-    if not (x.is_cpu or x.is_cuda):
-        raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on the CPU and CUDA")
+    tokens. On the CPU, CUDA and NPUs. Quantised weights have the same format on every rank."""
+    if x.device.type not in DEVICES:
+        raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on {', '.join(DEVICES)}")
     if ep.direct:
         out = autograd.experts(x, ids, p, w, act, flags, alpha, limit, lora)
         ep.count(ids)

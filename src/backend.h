@@ -17,7 +17,7 @@
 #include "error.h"
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 10u /* changes with any struct in this file or in fusedmoe.h */
+#define FMOE_BACKEND_VERSION 11u /* changes with any struct in this file, device.h or fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 

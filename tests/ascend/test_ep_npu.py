@@ -21,6 +21,7 @@ import torch.distributed as dist
 import fusedmoe
 from fusedmoe import Flag, distributed
 from fusedmoe.distributed.exchange import TorchExchange
+from fusedmoe.quant import QuantTensor
 from models import tiny
 
 STEPS, BATCH = 4, 4
@@ -74,6 +75,29 @@ def drawn_layers(rank: int, ranks: int) -> None:
         scale = float(want[0].float().abs().max()) if want[0].numel() else 1.0
         error = float((near - got[0].cpu().float()).abs().max()) if near.numel() else 0.0
         assert error <= scale * (2e-5 if x.dtype == torch.float32 else 0.04), (seed, error)
+
+
+def quantised(rank: int, ranks: int) -> None:
+    """Each rank has codes and scales of its experts."""
+    E, H, I, T, k = 5, 64, 48, 20, 2
+    g = torch.Generator().manual_seed(2)
+    x, p, ids = torch.randn(T, H, generator=g), torch.rand(T, k, generator=g), torch.randint(E, (T, k), generator=g)
+    w = [torch.randn(s, generator=g) * 0.2 for s in ((E, 2 * I, H), (E, H, I))]
+    mine = slice(0, 13) if rank == 0 else slice(13, T)
+    for format in ("nf4", "int8"):
+        coded = [QuantTensor.from_weights(t.bfloat16(), format).map(torch.Tensor.npu) for t in w]
+        results = []
+        for part in (slice(0, T), mine):
+            leaves = [t[part].npu().requires_grad_() for t in (x.bfloat16(), p)]
+            ep = distributed.ExpertParallel(dist.group.WORLD, E, average=False, timeout=60)
+            if part == mine:
+                own = [t.chosen([*ep.local]) for t in coded]
+                out = distributed.experts(leaves[0], ids[part].npu(), leaves[1], own, "swiglu", ep=ep)
+            else:
+                out = fusedmoe.experts(leaves[0], ids.npu(), leaves[1], coded, "swiglu")
+            results.append([t.cpu() for t in (out, *torch.autograd.grad(out.float().square().sum(), leaves))])
+        for want, got in zip(*results, strict=True):
+            assert torch.equal(want[mine], got), format
 
 
 def wrong_ids(rank: int, ranks: int) -> None:
@@ -131,7 +155,7 @@ def main(folder: str, rank: int, ranks: int, check: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("check", ["drawn_layers", "wrong_ids", "training"])
+@pytest.mark.parametrize("check", ["drawn_layers", "quantised", "wrong_ids", "training"])
 def test_two_processes(check, tmp_path):
     ranks = 2
     env = dict(os.environ, OMP_NUM_THREADS="1")

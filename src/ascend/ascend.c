@@ -118,6 +118,7 @@ static fmoe_status bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, siz
         if (d->op != FMOE_OP_GROUPED_MATMUL) return FMOE_OK;
         T = 1; /* zeros are written to its gradients all the same */
     }
+    if (T == 1) T = 2; /* a single row is packed whatever its stride: no copy of rows with gaps would be measured */
     if (slots && R > MAX_ROWS) return FMOE_OK; /* the run will be refused; sizes may be asked for all the same */
     if (d->op == FMOE_OP_GROUPED_MATMUL && d->K == 0) { /* lists: sizes are known only when it runs */
         *workspace = (size_t)64 << 20;

@@ -214,6 +214,8 @@ static void npu_run(npu_group *g)
 /* What came of it, in the share's tensors. */
 static void npu_fetch(npu_group *g)
 {
+    for (int r = 0; r < g->l->ranks; r++) /* the others would wait for one that failed */
+        if (g->hccl && g->r[r].share->status) hccl.end(g->hccl);
     for (int r = 0; r < g->l->ranks; r++) {
         npu_rank *const n = &g->r[r];
         CHECK_EQ(npu.sync(n->stream), 0);

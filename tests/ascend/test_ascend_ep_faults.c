@@ -23,7 +23,7 @@ static ep_layer *small(int dtype, int mode, int ranks)
     for (;;) {
         ep_layer *l = npu_draw(ranks, dtype, mode);
         bool good = !l->placements && l->d.E >= 2 * ranks && l->d.H <= 24 && l->d.I <= 16 && l->chunks == 1;
-        for (int r = 0; r < ranks; r++) good = good && l->T[r] > 1;
+        for (int r = 0; r < ranks; r++) good = good && l->T[r] * l->d.k >= l->d.E;
         for (int64_t i = 0; good && i < l->at[ranks] * l->d.k; i++) /* no marks, and something for every rank */
             tensor_set(l->ids, i, (double)(i % l->d.E));
         if (good && l->d.k > 1) return l;

@@ -4,7 +4,7 @@
 #   make            build/libfusedmoe.so, build/libfusedmoe.a, build/fusedmoe (needs gcc, make, cmake);
 #                   where there is nvcc, build/libfusedmoe_cuda.so too, unless FMOE_CUDA=OFF: make FMOE_CUDA=OFF
 #   make test       what a newcomer runs, in a few minutes, closing with one line of counts
-#   make test-full  everything: also sanitizers, fuzzing, emulators, CUDA's build, older packages; new draws in every run
+#   make test-full  everything: also sanitizers, fuzzing, emulators, CUDA on a simulated device, older packages; new draws in every run
 #   make bench      time the layer:  make bench ARGS="--T 512 --dtype bf16"
 #   make install    PREFIX=/usr/local by default
 #   make setup      .venv with the Python package;  make run: the fine-tuning example in it

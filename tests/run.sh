@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # make test: build the library, run what a newcomer runs, and close with one line of counts. make test-full: everything
-# (also sanitizers, fuzzing, emulators, CUDA's build, older versions of packages), with draws that are new in every run.
+# (also sanitizers, fuzzing, emulators, CUDA's build and its kernels on a simulated device, older versions of packages), with draws that are new in every run.
 #
 # A suite is a command that prints "N passed, N failed, N skipped" (a pytest summary counts as well). A suite that
 # prints no such line, or ends with an error and no failure counted, is itself one failure. Only a tool that is not

@@ -111,6 +111,7 @@ def with_adapters(w: Sequence[Tensor], lora: Sequence[Sequence[Any] | None], fla
     for i, factors in enumerate(lora):
         if factors:
             a, b, scale = (*factors, 1.0)[:3]
+            scale = float(scale) if isinstance(scale, Tensor) else scale
             if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
                 b, scale = b * scale, 1.0
             given += [a, b]
@@ -136,11 +137,17 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         act, flags = checks.code("experts", "act", Activation, act), checks.known_flags("experts", flags)
     if not checks.plain_experts(x, ids, p, w, act, flags):
         checks.experts(x, ids, p, w, act, flags)
+    if not compiling and not type(alpha) is type(limit) is float:
+        checks.numbers("experts", alpha=alpha, limit=limit)
     dtype = compute_dtype(x, w[0])
     coded = quantised.is_quantised(w)
-    if coded and any([t.dtype != dtype for t in w]):
+    try:
+        mixed = any([t.dtype != dtype for t in w])
+    except AttributeError:
+        mixed, coded = True, False  # the error is below
+    if coded and mixed:
         w = [t if quantised.is_quantised([t]) else t.to(dtype) for t in w]
-    elif any([t.dtype != dtype for t in w]):
+    elif mixed:
         checks.floats("experts", **{f"w[{i}]": t for i, t in enumerate(w)})
         w = [t.to(dtype) for t in w]
     w, scales, flags = with_adapters(w, lora, flags) if lora else (w, [], flags)
@@ -211,8 +218,8 @@ def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize
 
     score: a ``Score``, or its name: softmax over all, softmax over the chosen (topk_softmax), sigmoid, sqrt_softplus.
     renormalize: divide the weights of a token by their sum + eps. scale: multiply them, last.
-    select_bias: [E], added to the scores for choosing alone. groups, topk_groups: choose groups of experts first, by their best score
-    (group_score 0) or the sum of their two best (1); excluded_zero: the scores of the others count as 0, not as -inf.
+    select_bias: [E], added to the scores for choosing alone. groups, topk_groups: choose groups of experts first, by the sum of their
+    two best scores (group_score 0) or their best one (1); excluded_zero: the scores of the others count as 0, not as -inf.
     ids: [T,k], chosen before, by this model or another one: nothing is chosen, and the weights are those of these experts.
     """
     rule: dict[str, Any] = dict(score=score, renormalize=renormalize, select_bias=select_bias, groups=groups, topk_groups=topk_groups,
@@ -227,6 +234,9 @@ def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize
 def _route(logits: Tensor, k: int, score: int | str, renormalize: bool, select_bias: Tensor | None, groups: int, topk_groups: int,
            group_score: int, excluded_zero: bool, eps: float, scale: float, ids: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     checks.floats("route", logits=logits)
+    checks.dims("route", logits=(logits, "T, E"))
+    checks.whole("route", "k", k)
+    checks.numbers("route", renormalize=renormalize, eps=eps, scale=scale)
     rule = checks.code("route", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
     if ids is not None:
         checks.integers("route", "ids", ids)
@@ -281,6 +291,12 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int | s
     H, _, E = ops.layer_sizes(w, act, flags, x.shape[-1])[:3]
     if w_router.shape != (E, H):
         raise ValueError(f"block: w_router is {list(w_router.shape)}, expected [E, H] = {[E, H]}")
+    checks.whole("block", "k", k)
+    if shared:
+        checks.floats("block", **{f"shared[{i}]": t for i, t in enumerate(shared)})
+        if len(shared) != 2 or shared[0].dim() != 3 or shared[1].dim() != 3:
+            raise ValueError(f"block: shared is {[list(t.shape) for t in shared]}, expected two, [1, 2*S, H] and [1, H, S]")
+    checks.numbers("block", alpha=alpha, limit=limit, renormalize=renormalize, eps=eps, scale=scale)
     rule = checks.code("block", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, rule, float(eps), float(scale)
     given: list[Sequence[Tensor]] = [[] if t is None else [t] for t in (b_router, _select_bias("block", select_bias, x))]
@@ -312,6 +328,8 @@ def permute(x: Tensor, ids: Tensor, E: int, flags: int = ops.SKIP_E) -> tuple[Te
     """
     checks.floats("permute", x=x)
     checks.integers("permute", "ids", ids)
+    checks.dims("permute", x=(x, "T, H"), ids=(ids, "T, k"))
+    checks.whole("permute", "E", E)
     result: tuple[Tensor, Tensor, Tensor] = _Permute.apply(x, ids, E, checks.known_flags("permute", flags))  # type: ignore[no-untyped-call]
     return result
 
@@ -339,6 +357,9 @@ def unpermute(y: Tensor, row_map: Tensor, p: Tensor) -> Tensor:
     """
     checks.floats("unpermute", y=y, p=p)
     checks.integers("unpermute", "row_map", row_map)
+    checks.dims("unpermute", y=(y, "R, H"), row_map=(row_map, "T*k"), p=(p, "T, k"))
+    if row_map.shape[0] != p.numel() or not p.shape[1]:
+        raise ValueError(f"unpermute: p is {list(p.shape)}, row_map has {row_map.shape[0]} rows, expected [T, k] and T*k")
     out: Tensor = _Unpermute.apply(y, row_map, _fit_p(p, y.dtype))  # type: ignore[no-untyped-call]
     return out
 
@@ -347,8 +368,7 @@ def _gmm_forward(ctx: Any, x: Tensor, weight: Tensor, group_list: Tensor | Seque
     checks.floats("grouped_matmul", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"grouped_matmul: x is {list(x.shape)}, weight is {list(weight.shape)}, expected [R, K] and [E, K, N]")
-    if not isinstance(group_list, Tensor):
-        group_list = torch.tensor(group_list, dtype=torch.int64, device=x.device)
+    group_list = checks.group_list(group_list, x.device)
     if group_list.shape != weight.shape[:1]:
         raise ValueError(f"grouped_matmul: group_list has the shape {list(group_list.shape)}, weight has E = {weight.shape[0]} groups")
     dtype = compute_dtype(x, weight)
@@ -412,6 +432,7 @@ class HybridGmmFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, num_experts: int, *args: Tensor) -> tuple[Tensor, ...]:
+        checks.whole("HybridGmmFunction", "num_experts", num_experts, 0)
         xs, ws = args[:num_experts], args[num_experts:]
         if len(ws) != num_experts or not num_experts:
             raise ValueError(f"HybridGmmFunction: {num_experts} experts need as many inputs and weights, got {len(args)} tensors")
@@ -456,7 +477,9 @@ def activation(h: Tensor, act: int | str = ops.SWIGLU, flags: int = 0, alpha: fl
     """
     act, flags = checks.code("activation", "act", Activation, act), checks.known_flags("activation", flags)
     checks.floats("activation", h=h)
-    if act < ops.SILU and h.dim() and h.shape[-1] % 2:
+    checks.dims("activation", h=(h, "R, columns"))
+    checks.numbers("activation", alpha=alpha, limit=limit)
+    if act < ops.SILU and h.shape[-1] % 2:
         raise ValueError(f"activation: h is {list(h.shape)}, expected an even number of columns, gate and up")
     a: Tensor = _Activation.apply(h, act, flags, float(alpha), float(limit))  # type: ignore[no-untyped-call]
     return a

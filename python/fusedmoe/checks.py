@@ -28,13 +28,52 @@ def floats(op: str, **tensors: Any) -> None:
             raise TypeError(f"{op}: {name} is a {kind.__module__}.{kind.__qualname__}, expected a torch.Tensor")
         if t.dtype not in DTYPES:
             raise TypeError(f"{op}: {name} is {t.dtype}, expected one of {_NAMES}")
+        if t.layout != torch.strided or t.is_nested:
+            raise TypeError(f"{op}: {name} is {'nested' if t.is_nested else t.layout}, expected a dense tensor, {torch.strided}")
 
 
 def integers(op: str, name: str, t: Any) -> None:
-    """An argument of ids or sizes: a tensor; _core says which integers it takes."""
+    """An argument of ids or sizes: a tensor of integers."""
     if not isinstance(t, Tensor):
         kind = type(t)
         raise TypeError(f"{op}: {name} is a {kind.__module__}.{kind.__qualname__}, expected a torch.Tensor of integers")
+    if t.dtype.is_floating_point or t.dtype.is_complex or t.dtype == torch.bool:
+        raise TypeError(f"{op}: {name} is {t.dtype}, expected integers")
+
+
+def dims(op: str, **tensors: tuple[Tensor, str]) -> None:
+    """Every tensor has as many dimensions as its form, "T, k", has."""
+    for name, (t, form) in tensors.items():
+        if t.dim() != form.count(",") + 1:
+            raise ValueError(f"{op}: {name} is {list(t.shape)}, expected [{form}]")
+
+
+def whole(op: str, name: str, value: Any, least: int = 1) -> None:
+    """A count."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name} is {value!r}, expected an integer")
+    if value < least:
+        raise ValueError(f"{op}: {name} is {value}, expected at least {least}")
+
+
+def numbers(op: str, **values: Any) -> None:
+    """Numbers, of any kind."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"{op}: {name} is {value!r:.60}, expected a number")
+
+
+def group_list(given: Any, device: torch.device) -> Tensor:
+    """Sizes of groups as a tensor: a list of integers, an array or a tensor."""
+    if not isinstance(given, Tensor):
+        try:
+            made = torch.as_tensor(given, device=device)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise TypeError(f"grouped_matmul: group_list is {given!r:.60}, expected [E] integers") from problem
+        integers("grouped_matmul", "group_list", made if made.numel() else made.to(torch.int64))
+        return made.to(torch.int64)
+    integers("grouped_matmul", "group_list", given)
+    return given
 
 
 def one_device(op: str, x: Tensor, **others: Tensor) -> None:
@@ -80,6 +119,7 @@ def plain_experts(x: Any, ids: Any, p: Any, w: Any, act: int, flags: int) -> boo
     """Whether ``experts`` below has nothing to say: 1 us instead of 6, for a layer that takes 10."""
     try:
         given = x.dtype in DTYPES and p.dtype in DTYPES and w[0].dtype in DTYPES and x.device == ids.device == p.device == w[0].device
+        given = given and x.layout == w[0].layout == torch.strided
         number = 0 if flags & _LIST else 4 if flags & _BIAS else 2
         known = act in _ACTIVATIONS and not flags & ~_FLAGS and flags & (_LIST | _TRANSPOSED) != _LIST | _TRANSPOSED
         return given and known and type(w) in (list, tuple) and (not number or len(w) == number)
@@ -132,6 +172,12 @@ def adapters(lora: Any) -> None:
         if not isinstance(factors, (list, tuple)) or len(factors) not in (2, 3):
             raise ValueError(f"experts: lora[{i}] is {_brief(factors)}, expected (a, b), (a, b, scale) or None")
         floats("experts", **{f"lora[{i}][{j}]": t for j, t in enumerate(factors[:2])})
+        scale = factors[2] if len(factors) == 3 else 1.0
+        if isinstance(scale, Tensor) and (scale.numel() != 1 or scale.requires_grad):
+            trained = ", which requires a gradient" * scale.requires_grad
+            raise ValueError(f"experts: lora[{i}][2], the scale, is a tensor {list(scale.shape)}{trained}; expected a number")
+        if not isinstance(scale, Tensor):
+            numbers("experts", **{f"lora[{i}][2]": scale})
         a, b = (list(t.shape) for t in factors[:2])
         if len(a) != 3 or len(b) != 3 or a[0] != b[0] or a[1] != b[2]:
             raise ValueError(f"experts: lora[{i}] has factors {a} and {b}, expected [E, rank, in] and [E, out, rank]")

@@ -15,10 +15,15 @@ X, W1, W2 = torch.randn(T, H, generator=G), torch.randn(E, 2 * I, H, generator=G
 IDS, P = torch.randint(E, (T, K), generator=G), torch.rand(T, K, generator=G)
 ROUTER = torch.randn(E, H, generator=G)
 META = torch.device("meta")
+LORA = torch.randn(E, 2, H, generator=G), torch.randn(E, 2 * I, 2, generator=G)
 
 
 def experts(x=X, ids=IDS, p=P, w=(W1, W2), *rest, **more):
     return fusedmoe.experts(x, ids, p, list(w) if isinstance(w, tuple) else w, *rest, **more)
+
+
+def gmm(sizes):
+    return fusedmoe.grouped_matmul(X, W1.mT, sizes)
 
 
 CASES = {
@@ -90,6 +95,31 @@ CASES = {
     "operator, flags": (lambda: ops.experts(X, IDS, P, [W1, W2], 0, 1 << 22, 0.0, 0.0), ValueError, "flags 0x400000 has unknown bits"),
     "describe": (lambda: fusedmoe.describe(X, E, K, I, "gelo"), ValueError, "describe: act is 'gelo'"),
     "apply": (lambda: fusedmoe.apply("Qwen/Qwen3-30B-A3B"), TypeError, "apply: model is a str .*expected a torch.nn.Module"),
+    "sparse x": (lambda: experts(x=X.to_sparse()), TypeError, "experts: x is torch.sparse_coo, expected a dense tensor"),
+    "sparse w": (lambda: experts(w=(W1.to_sparse(), W2)), TypeError, r"experts: w\[0\] is torch.sparse_coo, expected a dense tensor"),
+    "a hole": (lambda: experts(w=[*W1[:, :I], *W1[:, I:], *W2[:3], None], flags=Flag.LIST), TypeError, r"w\[11\] is a .*NoneType"),
+    "no limit": (lambda: experts(act="swiglu_oai", limit=None), TypeError, "experts: limit is None, expected a number"),
+    "alpha in words": (lambda: experts(act="swiglu_oai", alpha="a"), TypeError, "experts: alpha is 'a', expected a number"),
+    "no lora scale": (lambda: experts(lora=[(*LORA, None), None]), TypeError, r"experts: lora\[0\]\[2\] is None, expected a number"),
+    "a lora scale that is trained": (lambda: experts(lora=[(*LORA, torch.ones((), requires_grad=True)), None]), ValueError,
+                                     r"lora\[0\]\[2\], the scale, is a tensor \[\], which requires a gradient; expected a number"),
+    "halves of rows": (lambda: gmm([1.5, 2.5, 1, 1]), TypeError, "grouped_matmul: group_list is torch.float32, expected integers"),
+    "rows in words": (lambda: gmm("1221"), TypeError, r"grouped_matmul: group_list is '1221', expected \[E\] integers"),
+    "no rows said": (lambda: gmm(None), TypeError, r"grouped_matmul: group_list is None, expected \[E\] integers"),
+    "hybrid count": (lambda: HybridGmmFunction.apply(1.0, X, W2[0]), TypeError, "num_experts is 1.0, expected an integer"),
+    "route k = -1": (lambda: fusedmoe.route(X, -1), ValueError, "route: k is -1, expected at least 1"),
+    "route k = 2.0": (lambda: fusedmoe.route(X, 2.0), TypeError, "route: k is 2.0, expected an integer"),
+    "route a vector": (lambda: fusedmoe.route(X[0], 2), ValueError, r"route: logits is \[8\], expected \[T, E\]"),
+    "route float ids": (lambda: fusedmoe.route(X, 2, ids=P), TypeError, "route: ids is torch.float32, expected integers"),
+    "route in words": (lambda: fusedmoe.route(X, 2, renormalize="yes"), TypeError, "route: renormalize is 'yes', expected a number"),
+    "permute E = -1": (lambda: fusedmoe.permute(X, IDS, -1), ValueError, "permute: E is -1, expected at least 1"),
+    "permute E = 3.0": (lambda: fusedmoe.permute(X, IDS, 3.0), TypeError, "permute: E is 3.0, expected an integer"),
+    "permute a vector": (lambda: fusedmoe.permute(X, IDS[:, 0], E), ValueError, r"permute: ids is \[6\], expected \[T, k\]"),
+    "unpermute a vector": (lambda: fusedmoe.unpermute(X, IDS[:, 0], P[:, 0]), ValueError, r"unpermute: p is \[6\], expected \[T, k\]"),
+    "unpermute nothing": (lambda: fusedmoe.unpermute(X, IDS[0, :0], P[:, :0]), ValueError, r"p is \[6, 0\], row_map has 0 rows, expected"),
+    "activation of a vector": (lambda: fusedmoe.activation(X[0]), ValueError, r"activation: h is \[8\], expected \[R, columns\]"),
+    "half a shared expert": (lambda: fusedmoe.block(X, ROUTER, [W1, W2], 2, shared=[W1[:1]]), ValueError,
+                             r"block: shared is \[\[1, 32, 8\]\], expected two, \[1, 2\*S, H\] and \[1, H, S\]"),
 }
 
 

@@ -329,3 +329,13 @@ def test_the_machine():
     assert torch.allclose(low, fusedmoe.experts(x, ids, p, [w1, w2]), 1e-5, 1e-5)
     with pytest.raises(ValueError, match="FMOE_ERR_ARG"):
         fusedmoe.set_max_isa("nonsense")
+
+
+@pytest.mark.parametrize("group_score", [0, 1])
+def test_groups_of_experts_are_chosen_as_the_docstring_says(group_score):
+    logits = torch.randn(200, 12, generator=torch.Generator().manual_seed(2))
+    scores = logits.softmax(-1).view(200, 4, 3)
+    by_sum, best = scores.topk(2, -1).values.sum(-1), scores.amax(-1)
+    assert (by_sum.argmax(-1) != best.argmax(-1)).any()
+    ids, _ = fusedmoe.route(logits, 2, groups=4, topk_groups=1, group_score=group_score)
+    assert torch.equal(ids[:, 0] // 3, (best if group_score else by_sum).argmax(-1))

@@ -99,7 +99,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Any], sizes: Sequence
     """As ``autograd.experts``, whose arguments are ready: x in the dtype of the computation, w upright and with the factors of adapters;
     sizes: ops.layer_sizes(...)."""
     for i, t in enumerate(w):
-        if isinstance(t, QuantTensor) and t.requires_grad:
+        if isinstance(t, QuantTensor) and t.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"experts: w[{i}] is quantised and requires a gradient; it has none: train adapters")
     layer = act, flags, alpha, limit
     given, parts, about, zeros = split(w, act, flags)

@@ -37,6 +37,11 @@ class Layout(NamedTuple):
     divisor: Tensor | None = None  # NVFP4: weight_global_scale
 
 
+def _in_a_row(t: Tensor) -> Tensor:
+    """[n], compact: contiguous() leaves a dimension of one any stride, and view(dtype) wants 1."""
+    return t.contiguous().as_strided((t.numel(),), (1,))
+
+
 def _nibbles(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     """uint8 [..., 8n] of int32 [..., n]."""
     each = (words.unsqueeze(-1) >> (4 * torch.arange(8, dtype=torch.int32, device=words.device))) & 15
@@ -121,20 +126,29 @@ def _read_packed(t: dict[str, Tensor], dtype: torch.dtype) -> tuple[QuantTensor,
     if found is not None and found.numel() and bool((found.diff() < 0).any()):
         raise UnknownLayout("its weight_g_idx is not in order: a row's groups are not contiguous")
     bits = {-(-K // 8): 4, -(-K // 4): 8}.get(words, 0)
-    if packed.dtype != torch.int32 or not bits or s.dtype not in _FLOATS:
+    if packed.dtype != torch.int32 or not bits or K <= 4 or s.dtype not in _FLOATS:
         raise UnknownLayout(f"weight_packed is {packed.dtype} {list(packed.shape)} of {K} weights a row: not 4 or 8 bits")
-    codes = packed.contiguous().view(torch.uint8)[:, : -(-K * bits // 8)]
+    codes = _in_a_row(packed).view(torch.uint8).view(N, -1)[:, : -(-K * bits // 8)]
     s2 = s.reshape(N, -1) if s.numel() != 1 else s.reshape(1, 1).expand(N, 1).contiguous()
-    zeros = None
+    zeros = None if z is None else _zero_points(z, bits, s2.shape)
     if bits == 8:
-        if z is not None:
-            raise UnknownLayout("8 bits in weight_packed with zero points")
         codes, format = codes ^ 0x80, Format("int8", S8, 0, 1, _group(K, s2.shape[1]), scale_dtype=s.dtype)
     else:
-        zeros = None if z is None else _nibbles(z.t().contiguous()).t()[:N].contiguous()
         format = Format("int4", U4, 0, 1, _group(K, s2.shape[1]), zero=0.0 if z is not None else 8.0, scale_dtype=s.dtype)
     how = Layout(f"packed{bits}", tuple(s.shape), s.dtype, None if z is None else z.dtype, 0, t)
     return QuantTensor(codes, s2, format, torch.Size((N, K)), dtype, None, zeros), how
+
+
+def _zero_points(z: Tensor, bits: int, grid: Sequence[int]) -> Tensor:
+    """Those of compressed-tensors beside codes as we hold them, 4 bits from 0 and 8 bits with a sign: packed along the rows, or, of a
+    whole tensor, one number."""
+    if z.dtype != torch.int32:
+        one = (z.to(torch.int16) + 8).to(torch.uint8) if bits == 4 else z.float()
+        return one.reshape(1, 1).expand(*grid).contiguous()
+    words = z.t().contiguous()
+    if bits == 4:
+        return _nibbles(words).t()[: grid[0]].contiguous()
+    return (_in_a_row(words).view(torch.uint8).view(len(words), -1).to(torch.int16) - 128).float().t()[: grid[0]].contiguous()
 
 
 def _read_plain(t: dict[str, Tensor], dtype: torch.dtype, block: Sequence[int], scale_name: str) -> tuple[QuantTensor, Layout]:
@@ -181,19 +195,29 @@ def write(q: QuantTensor, how: Layout) -> dict[str, Tensor]:
         return out if how.divisor is None else {**out, "weight_global_scale": how.divisor}
     if how.kind.startswith("packed"):
         bits = int(how.kind.removeprefix("packed"))
-        held = torch.full((N, 4 * (-(-K * bits // 32))), 0x80 if bits == 8 else 0, dtype=torch.uint8, device=q.codes.device)
+        held = torch.zeros((N, 4 * (-(-K * bits // 32))), dtype=torch.uint8, device=q.codes.device)
         held[:, : q.codes.shape[1]] = q.codes ^ 0x80 if bits == 8 else q.codes
         s = s.flatten()[: _count(how.scale_shape)].reshape(how.scale_shape)
         out = {"weight_packed": held.view(torch.int32), "weight_scale": s, **out}
         if q.zeros is not None:
-            nibbles = torch.nn.functional.pad(q.zeros.t(), (0, -N % 8)).contiguous()
-            out["weight_zero_point"] = _words(nibbles).t().contiguous()
+            out["weight_zero_point"] = _packed_zero_points(q.zeros, bits, how.zeros_dtype)
         return out
     w = q.codes.view(torch.int8 if q.format.code != E4M3 else torch.float8_e4m3fn)
     out = {"weight": w.contiguous(), how.kind: s.reshape(how.scale_shape), **out}
     if q.zeros is not None:
         out["weight_zero_point"] = q.zeros.reshape(how.scale_shape).to(how.zeros_dtype)
     return out
+
+
+def _packed_zero_points(zeros: Tensor, bits: int, dtype: torch.dtype | None) -> Tensor:
+    """The inverse of ``_zero_points``."""
+    if dtype != torch.int32:
+        return (zeros[0].to(torch.int16) - (8 if bits == 4 else 0)).to(dtype)
+    columns = zeros.t()
+    if bits == 4:
+        return _words(torch.nn.functional.pad(columns, (0, -zeros.shape[0] % 8)).contiguous()).t().contiguous()
+    held = torch.nn.functional.pad((columns + 128).to(torch.uint8), (0, -zeros.shape[0] % 4)).contiguous()
+    return _in_a_row(held).view(torch.int32).view(len(held), -1).t().contiguous()
 
 
 def _count(shape: Sequence[int]) -> int:

@@ -159,7 +159,8 @@ def adopt(model: nn.Module) -> int:
         dtype = getattr(module.config, "dtype", None) or torch.bfloat16
         for name, w in stored:
             scale, block = module._parameters[f"{name}_scale_inv"], module.block_size or (0, 0)
-            _put(module, name, QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block)))
+            made = QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block), name == "gate_up_proj")
+            _put(module, name, made)
             vars(module).setdefault("_fmoe_origin", {})[name] = origin.Beside(name)
             scale.requires_grad_(False)
         found += bool(stored)

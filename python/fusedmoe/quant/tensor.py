@@ -2,6 +2,7 @@
 """QuantTensor: a stack of quantised weights that looks like the weights. The layer reads its codes; anything else that an operation does
 with it is done with the weights, decoded for that operation alone."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,33 @@ from .. import _core
 from .formats import E2M1, E4M3, E4M3_SCALE, E8M0, FP4, HALVES, HIGH_FIRST, NF4, Format, by_name
 
 _aten = torch.ops.aten
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
 _AT_ONCE = 16  # experts that pass the CPU at a time, of a stack on a device
 
 
 def _bytes(t: Tensor) -> Tensor:
     return t if t.dtype == torch.uint8 else t.view(torch.uint8)
+
+
+def _readable(t: Tensor | None) -> Any:
+    """t, or a copy where the library could not read its strides: unit in the last dimension, and no two elements in one place."""
+    if t is None or t.is_contiguous():
+        return t
+    extent, dims = 1, [(stride, n) for stride, n in zip(t.stride(), t.shape) if n != 1]
+    if dims and (t.shape[-1] == 1 or t.stride(-1) == 1):
+        for stride, n in sorted(dims):
+            if stride < extent:
+                break
+            extent = stride * n
+        else:
+            return t
+    return t.contiguous()
+
+
+def _one_byte(op: str, name: str, t: Tensor, *known: str) -> None:
+    """t is of bytes, or of a dtype of one byte that means what is read."""
+    if t.dtype not in (torch.uint8, *(getattr(torch, k) for k in known if hasattr(torch, k))):
+        raise TypeError(f"{op}: {name} is {str(t.dtype).removeprefix('torch.')}, expected {' or '.join((*known, 'uint8'))}")
 
 
 class QuantTensor(Tensor):
@@ -38,7 +61,7 @@ class QuantTensor(Tensor):
 
     def __init__(self, codes: Tensor, scale: Tensor, format: Format, shape: torch.Size, dtype: torch.dtype, scale2: Tensor | None = None,
                  zeros: Tensor | None = None, transposed: bool = False):  # fmt: skip
-        self.codes, self.scale, self.scale2, self.zeros = _bytes(codes), scale, scale2, zeros
+        self.codes, self.scale, self.scale2, self.zeros = _bytes(_readable(codes)), _readable(scale), _readable(scale2), _readable(zeros)
         self.format, self.transposed = format, transposed
 
     # ---- making one -------------------------------------------------------------------------------------------------
@@ -63,54 +86,78 @@ class QuantTensor(Tensor):
         return made
 
     @classmethod
-    def from_fp8(cls, w: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16,
-                 block: tuple[int, int] = (128, 128)) -> "QuantTensor":  # fmt: skip
+    def from_fp8(cls, w: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16, block: tuple[int, int] = (128, 128),
+                 halves: bool = False) -> "QuantTensor":  # fmt: skip
         """float8_e4m3fn [E,N,K] and the scales of its blocks (transformers' FP8Experts): [E, ceil(N/128), ceil(K/128)], or twice
-        ceil(N/2/128) rows where the grid begins anew with the ups; or [E, N, 1], a scale a channel. No copy."""
+        ceil(N/2/128) rows where the grid begins anew with the ups; or [E, N, 1], a scale a channel. No copy.
+        halves: w is gates and ups of one grid each, where both forms have as many rows (N/2 = 96, say)."""
+        _one_byte("from_fp8", "w", w, "float8_e4m3fn")
+        kind = 0 if scale_inv.dtype in _FLOATS else E8M0
+        if kind:
+            _one_byte("from_fp8", "scale_inv", scale_inv, "float32", "bfloat16", "float16", "float8_e8m0fnu")
+        if w.dim() != 3 or scale_inv.dim() != 3:
+            raise ValueError(f"from_fp8: w is {list(w.shape)}, scale_inv {list(scale_inv.shape)}, expected [E, N, K] and a grid for each")
         E, N, K = w.shape
         rows, cols = block
         if scale_inv.shape[1:] == (N, 1):
             rows, cols = 1, 0
-        kind = E8M0 if scale_inv.dtype not in (torch.float32, torch.bfloat16, torch.float16) else 0
         scale_dtype = torch.uint8 if kind else scale_inv.dtype
-        formats = [Format("fp8", E4M3, flags, rows, cols, kind, scale_dtype=scale_dtype) for flags in (0, HALVES)]
+        grids = (HALVES, 0) if halves and rows > 1 and N // 2 % rows and N % 2 == 0 else (0, HALVES)
+        formats = [Format("fp8", E4M3, flags, rows, cols, kind, scale_dtype=scale_dtype) for flags in grids]
         fits = [f for f in formats if tuple(scale_inv.shape) == (E, *f.grid(N, K))]
         if not fits:
-            raise ValueError(f"from_fp8: scale_inv is {list(scale_inv.shape)}, expected {[E, *formats[0].grid(N, K)]} for {[E, N, K]}")
-        return cls(w.detach().contiguous(), _bytes(scale_inv.detach()) if kind else scale_inv.detach(), fits[0], w.shape, dtype)
+            want = [E, *formats[grids.index(0)].grid(N, K)]
+            raise ValueError(f"from_fp8: scale_inv is {list(scale_inv.shape)}, expected {want} for {[E, N, K]}")
+        found = fits[0]
+        return cls(w.detach(), _bytes(scale_inv.detach()) if kind else scale_inv.detach(), found, w.shape, dtype)
 
     @classmethod
     def from_mxfp4(cls, blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> "QuantTensor":
         """gpt-oss' blocks [E,N,K/32,16] (or [E,N,K/2]) and scales [E,N,K/32]. No copy."""
-        codes = blocks.detach().flatten(2)
+        _one_byte("from_mxfp4", "blocks", blocks, "int8", "float4_e2m1fn_x2")
+        _one_byte("from_mxfp4", "scales", scales, "float8_e8m0fnu")
+        if blocks.dim() not in (3, 4) or (blocks.dim() == 4 and blocks.shape[3] != 16):
+            raise ValueError(f"from_mxfp4: blocks is {list(blocks.shape)}, expected [E, N, K/32, 16] or [E, N, K/2]")
+        codes = _bytes(_readable(blocks.detach())).flatten(2)
         E, N, half = codes.shape
-        if tuple(scales.shape) != (E, N, half // 16):
-            raise ValueError(f"from_mxfp4: scales is {list(scales.shape)}, expected {[E, N, half // 16]}")
+        if tuple(scales.shape) != (E, N, half // 16) or half % 16:
+            raise ValueError(f"from_mxfp4: scales is {list(scales.shape)}, expected {[E, N, half // 16]} for blocks {list(blocks.shape)}")
         return cls(codes, _bytes(scales.detach()), by_name("mxfp4"), torch.Size((E, N, 2 * half)), dtype)
 
     @classmethod
     def from_nvfp4(cls, codes: Tensor, scale: Tensor, scale2: Tensor, dtype: torch.dtype = torch.bfloat16) -> "QuantTensor":
         """codes [E,N,K/2], scales float8_e4m3fn [E,N,K/16], and what they are multiplied by, float32 [E] or [1]. No copy."""
+        _one_byte("from_nvfp4", "codes", codes, "int8", "float4_e2m1fn_x2")
+        _one_byte("from_nvfp4", "scale", scale, "float8_e4m3fn")
+        if codes.dim() != 3:
+            raise ValueError(f"from_nvfp4: codes is {list(codes.shape)}, expected [E, N, K/2]")
         E, N, half = codes.shape
+        if tuple(scale.shape) != (E, N, -(-half // 8)):
+            raise ValueError(f"from_nvfp4: scale is {list(scale.shape)}, expected {[E, N, -(-half // 8)]} for codes {[E, N, half]}")
+        if scale2.numel() not in (1, E):
+            raise ValueError(f"from_nvfp4: scale2 has {scale2.numel()} numbers, expected 1 or E = {E}")
         format = Format("nvfp4", E2M1, 0, 1, 16, E4M3_SCALE, scale_dtype=torch.uint8)
         return cls(codes.detach(), _bytes(scale.detach()), format, torch.Size((E, N, 2 * half)), dtype, scale2.detach().reshape(-1).float())
 
     @classmethod
     def from_bitsandbytes(cls, data: Tensor, state: Any) -> "QuantTensor":
-        """4-bit data of bitsandbytes and its QuantState, of a stack [E,N,K] or a matrix whose rows are whole blocks. Codes are not
-        copied; nested scales are decoded to float32."""
+        """4-bit data of bitsandbytes and its QuantState, of a stack [E,N,K] or a matrix. Codes are not copied; nested scales are decoded
+        to float32. Where rows are no whole blocks, a scale is repeated for each piece of a row that one block has."""
         shape, block = torch.Size(state.shape), state.blocksize
-        if len(shape) not in (2, 3) or shape[-1] % block:
-            raise ValueError(f"from_bitsandbytes: the weights are {list(shape)} in blocks of {block}, expected [E, N, K], K a multiple")
+        if len(shape) not in (2, 3) or shape[-1] % 2:
+            raise ValueError(f"from_bitsandbytes: the weights are {list(shape)}, expected [E, N, K] or [N, K], K even")
         absmax = state.absmax
         if state.nested:
             from bitsandbytes.functional import dequantize_blockwise
 
             absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset
+        absmax, piece = absmax.detach().float().reshape(-1), math.gcd(shape[-1], block)
+        if piece < block:
+            absmax = absmax.repeat_interleave(block // piece)[: shape.numel() // piece]
         code = {"nf4": NF4, "fp4": FP4}[state.quant_type]
-        format = Format(state.quant_type, code, HIGH_FIRST, 1, block)
+        format = Format(state.quant_type, code, HIGH_FIRST, 1, piece)
         codes = _bytes(data.detach()).reshape(*shape[:-1], shape[-1] // 2)
-        return cls(codes, absmax.detach().float().reshape(*shape[:-1], shape[-1] // block), format, shape, state.dtype)
+        return cls(codes, absmax.reshape(*shape[:-1], shape[-1] // piece), format, shape, state.dtype)
 
     # ---- what the library reads ---------------------------------------------------------------------------------------
     def parts(self) -> dict[str, Tensor]:

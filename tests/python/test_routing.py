@@ -230,6 +230,42 @@ def test_integers_of_any_kind(kind):
     assert torch.equal(got, forward(model, ids)) and torch.equal(seen.ids.long(), ids)
 
 
+@pytest.mark.parametrize("change", [
+    lambda ids: ids.to(torch.uint64), lambda ids: ids.numpy().astype("uint64"), lambda ids: ids.numpy().astype(">i4"),
+    lambda ids: ids.numpy()[::-1].copy()[::-1], lambda ids: ids.numpy()[..., ::-1].copy()[..., ::-1], lambda ids: ids.tolist(),
+])  # fmt: skip
+def test_arrays_as_they_come(model, change):
+    """Unsigned, in another byte order, with negative strides, or nested lists."""
+    assert same(step(model, change(drawn())), step(model, drawn()))
+
+
+def test_lengths_and_masks_as_they_come():
+    ids = drawn()
+    sequences, half = [ids[:11], ids[11:]], T // 2
+    for lengths in ([half, half], torch.tensor([half, half]), numpy.array([half, half])):
+        assert torch.equal(routing.place(sequences, lengths=lengths), ids)
+    for mask in (torch.ones(2, 11), numpy.ones((2, 11), dtype=bool), [[1] * 11] * 2):
+        assert torch.equal(routing.place(sequences, mask=mask), ids)
+    with pytest.raises(TypeError, match="place: lengths are float32, expected integers"):
+        routing.place(sequences, lengths=[11.5, 11.0])
+
+
+def test_what_are_no_ids(model):
+    for wrong, kind, message in ((None, TypeError, r"replay: ids are None \(NoneType\)"), ("abc", TypeError, r"ids are 'abc' \(str\)"),
+                                 (drawn().to("meta"), ValueError, "replay: ids are on meta")):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            routing.replay(model, wrong)
+    with pytest.raises(TypeError, match=r"routing: model is a str \('m'\), expected a torch.nn.Module"):
+        routing.record("m")
+    with pytest.raises(ValueError, match="layers is 2.0 and k is 2.0, expected whole numbers"):
+        routing.from_sglang(drawn(), 2.0, 2.0)
+    with routing.record(model) as seen, torch.no_grad():
+        model(IDS)
+    for batch in (0, -1, 5):
+        with pytest.raises(ValueError, match=f"sequences: batch is {batch}, and the runs were of .22. tokens"):
+            seen.sequences(batch)
+
+
 def test_rows_that_are_missing_are_routed_natively(model):
     with routing.record(model) as seen:
         native = step_native(model)

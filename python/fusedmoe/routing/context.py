@@ -6,7 +6,7 @@ closed and other batches may have been through the model: so the function that i
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,6 +65,8 @@ def _after(module: nn.Module, args: tuple, result: Any) -> None:
 
 
 def _install(model: nn.Module) -> dict[str, tuple[nn.Module, Site]]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"routing: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise TypeError("routing: a model in DataParallel runs as copies of itself on parts of a batch; use DDP or FSDP")
     found = routers(model)
@@ -197,9 +199,10 @@ class Record(_Context):
 
     def sequences(self, batch: int) -> Tensor:
         """[B, S, L, k]: all runs of the model one after the other, each of so many sequences, as ``generate`` runs it: the prompts,
-        then a token of each. The last token that was sampled has not been through the model, and has no row."""
+        then a token of each. The last token that was sampled has not been through the model, and has no row. Not of beam search, which
+        exchanges sequences between runs."""
         calls = self.calls
-        if not calls or any(len(ids) % batch for ids in calls):
+        if not calls or batch < 1 or any(len(ids) % batch for ids in calls):
             raise ValueError(f"sequences: batch is {batch}, and the runs were of {[len(ids) for ids in calls]} tokens")
         return torch.cat([ids.view(batch, -1, *ids.shape[1:]) for ids in calls], 1)
 
@@ -207,7 +210,7 @@ class Record(_Context):
 class Replay(_Context):
     """The ids that each router is to choose."""
 
-    def __init__(self, model: nn.Module, ids: Any, lengths: Sequence[int] | None, mask: Tensor | None, missing: str) -> None:
+    def __init__(self, model: nn.Module, ids: Any, lengths: Any, mask: Any, missing: str) -> None:
         super().__init__(model)
         refused = [f"{site.name}: {site.refused}" for site in self.sites if site.refused]
         if refused:
@@ -227,12 +230,13 @@ def record(model: nn.Module) -> Record:
     return Record(model)
 
 
-def replay(model: nn.Module, ids: Any, lengths: Sequence[int] | None = None, mask: Tensor | None = None, missing: str = "native") -> Replay:
+def replay(model: nn.Module, ids: Any, lengths: Any = None, mask: Any = None, missing: str = "native") -> Replay:
     """A context in which every router of model chooses these experts, whatever its scores are; weights come from the live scores.
 
     ids: [T, L, k] for the T tokens of a batch, or [B, S, L, k]; integers of any kind, torch or numpy. L: the decoder's layers, or those
     with a router alone. A row of -1 is routed by the model itself. Or a list with [n, L, k] of each sequence: `lengths` has the tokens of
-    each in a packed batch, `mask` [B, S] their places in a padded one. Rows that a sequence lacks at its end are rows of -1.
+    each in a packed batch, `mask` [B, S] their places in a padded one, as lists, arrays or tensors. Rows that a sequence lacks at its end
+    are rows of -1.
     missing: "native", or "error" where no row may be -1.
 
     What is checkpointed inside is recomputed with the same ids, also when the context is closed and others were open since.

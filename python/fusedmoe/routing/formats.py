@@ -11,15 +11,40 @@ from torch import Tensor
 
 from .sites import Site
 
-_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32}
+_WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
+
+
+def _plain(given: Any) -> Any:
+    """An array as torch takes it: strides that are not negative, bytes in the machine's order."""
+    if not hasattr(given, "__array_interface__"):
+        return given
+    import numpy
+
+    array = numpy.asarray(given)
+    return numpy.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
+
+
+def _made(given: Any, what: str) -> Tensor:
+    """A tensor of integers, from whatever is one."""
+    if isinstance(given, Tensor):
+        t = given
+    else:
+        try:
+            t = torch.as_tensor(_plain(given))
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise TypeError(f"{what} are {given!r:.60} ({type(given).__name__}), expected a tensor or an array of integers") from problem
+    if t.is_meta:
+        raise ValueError(f"{what} are on meta, {list(t.shape)}: there are no numbers in them")
+    return t
 
 
 def tensor(ids: Any, what: str = "replay: ids") -> Tensor:
     """ids as a tensor of a signed type: torch has few operations for uint16."""
-    t = ids if isinstance(ids, Tensor) else torch.as_tensor(ids)
+    t = _made(ids, what)
     if t.dtype not in _WHOLE:
         raise TypeError(f"{what} are {str(t.dtype).removeprefix('torch.')}, expected integers")
-    return t.to({torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64}.get(t.dtype, t.dtype))
+    signed = {torch.uint8: torch.int16, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+    return t.to(signed.get(t.dtype, t.dtype))
 
 
 def _array(data: Any, what: str) -> Any:
@@ -59,8 +84,8 @@ def from_vllm(data: Any, tokens: int | None = None) -> Tensor:
 def from_sglang(data: Any, layers: int, k: int, tokens: int | None = None) -> Tensor:
     """SGLang's ``meta_info["routed_experts"]``: int32 in a row, or their base64, of [tokens-1, layers, k]. tokens: as in from_vllm."""
     data = _array(data, "from_sglang")
-    if layers < 1 or k < 1:
-        raise ValueError(f"from_sglang: layers is {layers} and k is {k}, expected at least 1")
+    if type(layers) is not int or type(k) is not int or layers < 1 or k < 1:
+        raise ValueError(f"from_sglang: layers is {layers!r} and k is {k!r}, expected whole numbers of at least 1")
     if isinstance(data, bytes):
         if len(data) % 4:
             raise ValueError(f"from_sglang: {len(data)} bytes are no whole number of int32")
@@ -71,15 +96,19 @@ def from_sglang(data: Any, layers: int, k: int, tokens: int | None = None) -> Te
     return _ended(t.reshape(-1, layers, k), tokens, "from_sglang")
 
 
-def place(sequences: Sequence[Any], lengths: Sequence[int] | None = None, mask: Tensor | None = None) -> Tensor:
+def place(sequences: Sequence[Any], lengths: Any = None, mask: Any = None) -> Tensor:
     """[T, L, k] of a batch from the rows [n, L, k] of its sequences. lengths: tokens of each, one after the other (packing). mask: [B, S],
     the places of each, wherever the padding is. A sequence may have fewer rows than tokens: those at its end become -1."""
     if (lengths is None) == (mask is None):
         raise ValueError("place: a list of sequences needs `lengths` (packed) or `mask` (padded), and not both")
     found = [tensor(t) for t in sequences]
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(f"place: mask is {list(mask.shape)}, expected [B, S]")
-    counts = [int(n) for n in (mask.bool().sum(1) if mask is not None else lengths or ())]
+    if mask is not None:
+        mask = _made(mask, "place: mask")
+        if mask.dim() != 2:
+            raise ValueError(f"place: mask is {list(mask.shape)}, expected [B, S]")
+        counts = mask.bool().sum(1).tolist()
+    else:
+        counts = (tensor(lengths, "place: lengths") if len(lengths) else torch.empty(0, dtype=torch.int64)).tolist()
     if len(found) != len(counts) or not found:
         raise ValueError(f"place: {len(found)} sequences, and {'lengths' if mask is None else 'mask'} is of {len(counts)}")
     for i, (t, n) in enumerate(zip(found, counts)):
@@ -96,9 +125,10 @@ def place(sequences: Sequence[Any], lengths: Sequence[int] | None = None, mask: 
     return ids
 
 
-def rows(ids: Any, lengths: Sequence[int] | None, mask: Tensor | None) -> Tensor:
+def rows(ids: Any, lengths: Any, mask: Any) -> Tensor:
     """[T, L, k] of what replay was given."""
-    if isinstance(ids, (list, tuple)):
+    nested = isinstance(ids, (list, tuple)) and lengths is None and mask is None and not any(hasattr(t, "shape") for t in ids)
+    if isinstance(ids, (list, tuple)) and not nested:
         return place(ids, lengths, mask)
     if lengths is not None or mask is not None:
         raise ValueError("replay: lengths and mask are for a list of sequences; ids are one tensor")

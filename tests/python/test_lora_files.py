@@ -139,6 +139,14 @@ def drop(given, key):
     del given.tensors[key]
 
 
+def twice(given, stem):
+    given.tensors[f"{stem}.other.weight"] = given.tensors[f"{stem}.weight"] + 1
+
+
+def cast(given, key, dtype):
+    given.tensors[key] = given.tensors[key].to(dtype)
+
+
 @pytest.mark.parametrize("make, known, message", [
     (broken(lambda a: drop(a, MODULE.format(1) + ".lora_B.weight")), facts(), r"layers\.1\.mlp\.experts 0: lora_B is missing"),
     (broken(lambda a: None), facts(experts=4), r"15 rows of rank r = 3: expected 4 experts"),
@@ -148,6 +156,11 @@ def drop(given, key):
     (broken(lambda a: a.config.update(r=0)), facts(), "r is 0, expected a positive integer"),
     (broken(lambda a: a.tensors.update({MODULE.format(0) + ".lora_B.weight": torch.ones(8, 12)})), facts(), r"\[12, 15\] rows and columns"),
     (broken(lambda a: a.tensors.update({MODULE.format(0) + ".lora_B.weight": torch.ones(7, 15)})), facts(), "no layer has such sizes"),
+    (broken(lambda a: twice(a, MODULE.format(0) + ".lora_A")), facts(), r"lora_A.other.weight: given twice, under two names"),
+    (broken(lambda a: cast(a, MODULE.format(0) + ".lora_A.weight", torch.int32)), facts(), "lora_A.weight: is int32, expected floating"),
+    (broken(lambda a: cast(a, MODULE.format(0) + ".lora_A.weight", torch.cfloat)), facts(), "lora_A.weight: is complex64, expected"),
+    (broken(lambda a: a.tensors.update({MODULE.format(0) + ".lora_A.weight": torch.ones(0, 6)})), facts(), r"is \[0, 6\], expected 2 dim"),
+    (broken(lambda a: a.tensors.update({MODULE.format(0) + ".lora_A.weight": torch.ones(1, 15, 6)})), facts(), r"is \[1, 15, 6\], expec"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused(make, known, message):
     with pytest.raises(ValueError, match=message):
@@ -333,3 +346,41 @@ def test_command_line(tmp_path, capsys):
     (tmp_path / "a/adapter_config.json").write_text(json.dumps({**given.config, "use_dora": True}))
     assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "not plain LoRA" in capsys.readouterr().err
+
+
+def test_an_adapter_in_shards(tmp_path, capsys):
+    from safetensors.torch import save_file
+
+    given, folder = adapter("peft"), tmp_path / "a"
+    lora.save(given, folder)
+    (folder / "adapter_model.safetensors").unlink()
+    names = sorted(given.tensors)
+    parts = {"adapter_model-00001-of-00002.safetensors": names[:3], "adapter_model-00002-of-00002.safetensors": names[3:]}
+    for file, of in parts.items():
+        save_file({n: given.tensors[n].contiguous() for n in of}, folder / file)
+    index = {"weight_map": {n: file for file, of in parts.items() for n in of}}
+    (folder / "adapter_model.safetensors.index.json").write_text(json.dumps(index))
+    assert equal(lora.load(folder).tensors, given.tensors)
+    index["weight_map"]["more"] = "adapter_model-00002-of-00002.safetensors"
+    (folder / "adapter_model.safetensors.index.json").write_text(json.dumps(index))
+    assert main(["verify", str(folder), str(folder)]) == 2
+    assert "more is not in adapter_model-00002-of-00002.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("adapter_config.json", "{", "adapter_config.json: no JSON"), ("adapter_config.json", "[]", r"\[\], expected a dictionary"),
+    ("adapter_model.safetensors", "xx", "adapter_model.safetensors: no safetensors file"),
+    ("adapter_config.json", '{"r": 3, "lora_alpha": null}', "lora_alpha is None, expected a number"),
+    ("adapter_config.json", '{"r": 3, "target_modules": 5}', "target_modules is 5, expected names or a pattern"),
+])  # fmt: skip
+def test_files_that_are_none(file, content, message, tmp_path, capsys):
+    lora.save(adapter("peft"), tmp_path / "a")
+    (tmp_path / "a" / file).write_text(content)
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--to", "per-expert", "--gates", "concatenated"]) == 2
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "b").exists()
+
+
+def test_counts_that_are_none(tmp_path, capsys):
+    lora.save(adapter("peft"), tmp_path / "a")
+    assert main(["verify", str(tmp_path / "a"), str(tmp_path / "a"), "--experts", "0"]) == 2
+    assert "--experts is 0, expected at least 1" in capsys.readouterr().err

@@ -34,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _facts(args: argparse.Namespace) -> Facts:
     facts = Facts.of(args.base) if args.base else Facts()
+    for name in ("experts", "hidden"):
+        if (n := getattr(args, name)) is not None and n < 1:
+            raise ValueError(f"--{name} is {n}, expected at least 1")
     facts.experts, facts.hidden = args.experts or facts.experts, args.hidden or facts.hidden
     facts.interleaved = facts.interleaved if args.gates is None else args.gates == "interleaved"
     facts.w_names = facts.w_names or getattr(args, "w_names", False)

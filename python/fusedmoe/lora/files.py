@@ -2,6 +2,7 @@
 """Folders with an adapter, and what the base model's configuration says about its experts."""
 
 import json
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 _INTERLEAVED = {"gpt_oss"}
-_W_NAMES = {"mixtral", "minimax", "phimoe"}
+_W_NAMES = {"mixtral", "minimax", "minimax_m2", "phimoe", "lfm2_moe", "kimi_linear"}  # as their checkpoints have them
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Facts:
     def of(base: str | Path) -> "Facts":
         """From a configuration file, or a folder that has one."""
         path = Path(base)
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        config = _json(path / "config.json" if path.is_dir() else path)
         text = config.get("text_config") or config
         names = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
         experts, hidden = next((text[n] for n in names if isinstance(text.get(n), int)), None), text.get("hidden_size")
@@ -50,28 +51,70 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        alpha = float(self.config.get("lora_alpha", self.rank))
+        alpha = self.config.get("lora_alpha", self.rank)
+        if not isinstance(alpha, (int, float)):
+            raise ValueError(f"adapter_config.json: lora_alpha is {alpha!r}, expected a number")
         return alpha / (self.rank**0.5 if self.config.get("use_rslora") else self.rank)
 
 
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as problem:
+        raise ValueError(f"{path}: no JSON ({problem})") from problem
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {found!r:.60}, expected a dictionary")
+    return found
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as problem:
+        raise ValueError(f"{path}: no safetensors file ({problem})") from problem
+
+
+def _shards(index: Path) -> dict[str, Tensor]:
+    """The tensors of all files that an index names."""
+    where, found = _json(index).get("weight_map"), dict[str, Tensor]()
+    if not isinstance(where, dict):
+        raise ValueError(f"{index}: weight_map is {where!r:.60}, expected the file of each tensor")
+    for name in sorted({*where.values()}):
+        found |= _safetensors(index.parent / Path(name).name)
+    missing = sorted(where.keys() - found.keys())
+    if missing:
+        raise ValueError(f"{index}: {missing[0]} is not in {where[missing[0]]}")
+    return found
+
+
 def load(folder: str | Path) -> Adapter:
-    """adapter_config.json with adapter_model.safetensors, or adapter_model.bin."""
+    """adapter_config.json with adapter_model.safetensors (or its shards and their index), or adapter_model.bin."""
     folder = Path(folder)
     if not (folder / "adapter_config.json").is_file():
         raise FileNotFoundError(f"{folder}: no adapter_config.json")
-    config = json.loads((folder / "adapter_config.json").read_text())
+    config = _json(folder / "adapter_config.json")
     for name in ("use_dora", "lora_bias", "alora_invocation_tokens"):
         if config.get(name):
             raise NotImplementedError(f"{folder}: {name} is set: this is not plain LoRA")
     for name in ("rank_pattern", "alpha_pattern"):
         if config.get(name):
             raise NotImplementedError(f"{folder}: {name} is {config[name]}: one rank and one alpha for the whole adapter are known")
+    targets = config.get("target_modules")
+    if not isinstance(targets, (str, list, type(None))):
+        raise ValueError(f"{folder}: target_modules is {targets!r:.60}, expected names or a pattern")
     if (folder / "adapter_model.safetensors").is_file():
-        from safetensors.torch import load_file
-
-        return Adapter(load_file(folder / "adapter_model.safetensors"), config)
+        return Adapter(_safetensors(folder / "adapter_model.safetensors"), config)
+    if (folder / "adapter_model.safetensors.index.json").is_file():
+        return Adapter(_shards(folder / "adapter_model.safetensors.index.json"), config)
     if (folder / "adapter_model.bin").is_file():
-        return Adapter(torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True), config)
+        try:
+            tensors = torch.load(folder / "adapter_model.bin", map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as problem:
+            raise ValueError(f"{folder}/adapter_model.bin: no tensors ({problem!s:.120})") from problem
+        return Adapter(tensors, config)
     raise FileNotFoundError(f"{folder}: neither adapter_model.safetensors nor adapter_model.bin")
 
 

@@ -38,6 +38,9 @@ def layout_of(tensors: dict[str, Tensor]) -> str:
     """"flat" (PEFT, of either time), "per-expert" or "sglang3d"."""
     kinds = ("flat", _FLAT, 2), ("per-expert", _EACH, 2), ("sglang3d", _DEEP, 3)
     found = {kind for name, t in tensors.items() for kind, pattern, dims in kinds if pattern.fullmatch(name) and t.dim() == dims}
+    wrong = [n for n, t in tensors.items() if not t.is_floating_point() and any(pattern.fullmatch(n) for _, pattern, _ in kinds)]
+    if wrong:
+        raise LayoutError(f"{wrong[0]}: is {str(tensors[wrong[0]].dtype).removeprefix('torch.')}, expected floating point numbers")
     if len(found) != 1:
         raise LayoutError(f"factors of experts are in {len(found)} layouts ({', '.join(sorted(found)) or 'none'}), expected one")
     return found.pop()
@@ -51,6 +54,15 @@ def read(adapter: Adapter, facts: Facts, layout: str | None = None) -> Experts:
     if layout is not None and (kind == "flat") != layout.startswith("peft") or (kind != "flat" and layout not in (None, kind)):
         raise LayoutError(f"the adapter is said to be {layout}, and its names are of {'peft' if kind == 'flat' else kind}")
     return {"flat": _read_flat, "per-expert": _read_each, "sglang3d": _read_deep}[kind](adapter, facts, layout)
+
+
+def _once(pair: dict[str, Tensor], of: str, name: str, t: Tensor, dims: int) -> None:
+    """Put a factor into its pair; a file with two adapters has it twice."""
+    if of in pair:
+        raise LayoutError(f"{name}: given twice, under two names")
+    if t.dim() != dims or 0 in t.shape:
+        raise LayoutError(f"{name}: is {list(t.shape)}, expected {dims} dimensions, none of them 0")
+    pair[of] = t
 
 
 def _pairs(found: Mapping[Any, dict[str, Tensor]], what: str) -> None:
@@ -81,7 +93,7 @@ def readings(adapter: Adapter, facts: Facts, layout: str | None) -> dict[str, Re
     slots: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, t in adapter.tensors.items():
         if match := _FLAT.fullmatch(name):
-            slots.setdefault(match[1], {}).setdefault(match[2].count("base_layer"), {})[match[3]] = t
+            _once(slots.setdefault(match[1], {}).setdefault(match[2].count("base_layer"), {}), match[3], name, t, 2)
     found = {}
     for module, pairs in slots.items():
         _pairs(pairs, module)
@@ -156,9 +168,7 @@ def _read_each(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
             out.others[name] = t
             continue
         pair = found.setdefault(match[1], {}).setdefault(_NAMES[match[3]], {}).setdefault(int(match[2]), {})
-        if match[4] in pair:
-            raise LayoutError(f"{name}: given twice, under two names")
-        pair[match[4]] = t
+        _once(pair, match[4], name, t, 2)
     for module, parts in found.items():
         out.layers[module] = layer = {}
         E = facts.experts or 1 + max(e for each in parts.values() for e in each)
@@ -190,7 +200,7 @@ def _read_deep(adapter: Adapter, facts: Facts, layout: str | None) -> Experts:
         if match is None:
             out.others[name] = t
             continue
-        found.setdefault(match[1], {}).setdefault(match[2].removesuffix("_proj"), {})[match[3]] = t
+        _once(found.setdefault(match[1], {}).setdefault(match[2].removesuffix("_proj"), {}), match[3], name, t, 3)
     r = adapter.rank
     for module, parts in found.items():
         _pairs(parts, module)

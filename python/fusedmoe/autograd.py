@@ -94,7 +94,7 @@ class _Experts(torch.autograd.Function):
         bits = (1, 2, *ops.needs_bits(w, *layer[:2]))
         needs = sum({bit for bit, yes in zip(bits, (need[2], *need[4:]), strict=True) if yes})
         ready, more = _ready(w, scales, x, layer[1])
-        grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout, *layer, needs, *more)
+        grads = ops.call(ops.experts_backward, x, ids, p, ready, saved, dout.resolve_neg(), *layer, needs, *more)
         dx, dp, *dw = ops.spread(grads, [needs & bit for bit in bits])
         if scales:
             dw = [g if g is None else g.to(t.dtype) for g, t in zip(dw, w, strict=True)]
@@ -114,7 +114,7 @@ def with_adapters(w: Sequence[Tensor], lora: Sequence[Sequence[Any] | None], fla
             scale = float(scale) if isinstance(scale, Tensor) else scale
             if abs(scale) < 1e-30:  # 0 in the library's float, where it means 1
                 b, scale = b * scale, 1.0
-            given += [a, b]
+            given += [a.resolve_neg(), b.resolve_neg()]
             scales[i], flags = scale, flags | (ops.LORA1, ops.LORA2)[i]
     return given, scales, flags
 
@@ -142,14 +142,14 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     dtype = compute_dtype(x, w[0])
     coded = quantised.is_quantised(w)
     try:
-        mixed = any([t.dtype != dtype for t in w])
+        mixed = any([t.dtype != dtype for t in w]) or (not compiling and any([t.is_neg() for t in w]))
     except AttributeError:
         mixed, coded = True, False  # the error is below
     if coded and mixed:
-        w = [t if quantised.is_quantised([t]) else t.to(dtype) for t in w]
+        w = [t if quantised.is_quantised([t]) else t.resolve_neg().to(dtype) for t in w]
     elif mixed:
         checks.floats("experts", **{f"w[{i}]": t for i, t in enumerate(w)})
-        w = [t.to(dtype) for t in w]
+        w = [t.resolve_neg().to(dtype) for t in w]
     w, scales, flags = with_adapters(w, lora, flags) if lora else (w, [], flags)
     if scales and dtype.itemsize == 2 and not x.is_cpu and any(t.dtype == torch.float32 for t in w):
         flags |= ops.WIDE_FACTORS
@@ -184,7 +184,7 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor, dweights: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None, None
+        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights.resolve_neg(), *ctx.rule), None, None, None, None, None
 
 
 class _Replay(torch.autograd.Function):
@@ -198,14 +198,14 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dweights: Tensor) -> tuple[Tensor | None, ...]:
         _no_second_derivative()
-        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights, *ctx.rule), None, None, None, None
+        return ops.call(ops.route_backward, *ctx.saved_tensors, dweights.resolve_neg(), *ctx.rule), None, None, None, None
 
 
 def _select_bias(op: str, bias: Tensor | None, like: Tensor) -> Tensor | None:
     if bias is None:
         return None
     checks.floats(op, select_bias=bias)
-    return bias.detach().to(ops._weight_dtype(like))
+    return bias.detach().resolve_neg().to(ops._weight_dtype(like))
 
 
 onlooker = threading.local()  # mode: who sees or answers the calls of route in this thread (fusedmoe.routing)

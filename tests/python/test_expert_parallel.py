@@ -447,6 +447,30 @@ def replicas(rank, ranks, folder):
 # ---- what goes wrong ------------------------------------------------------------------------------------------------------------
 
 
+def odd_arguments(rank, ranks, folder):
+    """A rank without tokens whose gradient is one number expanded; negated views; arguments that are none, the same on every rank."""
+    g = torch.Generator().manual_seed(4)
+    x, ids, p = torch.randn(6, 9, generator=g), torch.randint(4, (6, 2), generator=g), torch.rand(6, 2, generator=g)
+    w = [torch.randn(4, 14, 9, generator=g), torch.randn(4, 9, 7, generator=g)]
+    leaves = [t.clone().requires_grad_() for t in (x, *w)]
+    want = fusedmoe.experts(leaves[0], ids, p, leaves[1:])
+    grads = torch.autograd.grad(want.sum(), leaves)
+    ep = distributed.ExpertParallel(dist.group.WORLD, 4, average=False, timeout=10)
+    mine = slice(0, 6) if rank == 0 else slice(0, 0)
+    own = [t.clone().requires_grad_() for t in (x[mine], *(t[ep.local] for t in w))]
+    out = distributed.experts(own[0], ids[mine], p[mine], own[1:], ep=ep)
+    out.sum().backward()
+    assert torch.equal(out, want[mine]) and torch.equal(own[0].grad, grads[0][mine])
+    assert all(torch.equal(t.grad, whole[ep.local]) for t, whole in zip(own[1:], grads[1:], strict=True))
+    turn = lambda t: torch._neg_view(-t.detach())  # noqa: E731
+    assert torch.equal(distributed.experts(turn(own[0]), ids[mine], p[mine], [*map(turn, own[1:])], ep=ep), out)
+    wrong = (dict(x=x.cfloat()), "x is torch.complex64"), (dict(x=x[0]), r"x is \[9\], expected \[T, H\]"), (dict(w=None), "w is a .*None")
+    for change, message in (*wrong, (dict(ids=ids[:, 0]), r"ids is \[6\], expected \[T, k\]"), (dict(x=x.numpy()), "x is a numpy.ndarray")):
+        given = dict(x=x, ids=ids, p=p, w=[t[ep.local] for t in w]) | change
+        with pytest.raises((TypeError, ValueError), match=f"experts: {message}"):
+            distributed.experts(**given, ep=ep)
+
+
 def wrong_ids(rank, ranks, folder):
     """One rank's error is told to all, in time, and the next call works."""
     ep = distributed.ExpertParallel(dist.group.WORLD, 4, timeout=20)
@@ -483,7 +507,7 @@ CHECKS = {
     4: [drawn_layers, *(MODELS if FULL else MODELS[:1]), ep_times_fsdp2, *([with_fsdp2] if FULL else []), checkpointed_chunks,
         save, save_shards],
     2: [drawn_layers, *MODELS, with_ddp, with_fsdp2, restore, restore_shards, lora_on_shards, quantised, quantised_layers, *FP8, replicas,
-        *SEAM, wrong_ids, late_rank],
+        *SEAM, odd_arguments, wrong_ids, late_rank],
     3: [drawn_layers, training_qwen3, listed_experts, restore, restore_shards],
     1: [restore, restore_shards],
 }  # fmt: skip

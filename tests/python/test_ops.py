@@ -339,3 +339,27 @@ def test_groups_of_experts_are_chosen_as_the_docstring_says(group_score):
     assert (by_sum.argmax(-1) != best.argmax(-1)).any()
     ids, _ = fusedmoe.route(logits, 2, groups=4, topk_groups=1, group_score=group_score)
     assert torch.equal(ids[:, 0] // 3, (best if group_score else by_sum).argmax(-1))
+
+
+def test_negated_views_are_what_they_say():
+    """A view of a tensor whose memory has the other sign, as the imaginary part of a conjugate is."""
+    g = torch.Generator().manual_seed(6)
+    turn = lambda t: torch._neg_view(-t.detach())  # noqa: E731
+    x, ids, p = torch.randn(4, 8, generator=g), torch.randint(3, (4, 2), generator=g), torch.rand(4, 2, generator=g)
+    w1, w2, a, b = (torch.randn(3, *s, generator=g) for s in ((10, 8), (8, 5), (2, 8), (10, 2)))
+    want = fusedmoe.experts(x, ids, p, [w1, w2], lora=[(a, b), None])
+    for w, *factors in ([turn(w1), w2], a, b), ([w1, turn(w2)], a, b), ([w1, w2], turn(a), b), ([w1, w2], a, turn(b)):
+        assert torch.equal(fusedmoe.experts(x, ids, p, w, lora=[factors, None]), want)
+    leaf, dout = x.clone().requires_grad_(), torch.randn(4, 8, generator=g)
+    out = fusedmoe.experts(leaf, ids, p, [w1, w2])
+    one, two = (torch.autograd.grad(out, leaf, d, retain_graph=True)[0] for d in (dout, turn(dout)))
+    assert torch.equal(one, two)
+    bias, logits = torch.randn(8, generator=g), x.clone().requires_grad_()
+    got, wanted = fusedmoe.route(logits, 2, select_bias=turn(bias)), fusedmoe.route(logits, 2, select_bias=bias)
+    assert torch.equal(got[0], wanted[0])
+    d = torch.rand(4, 2, generator=g)
+    one, two = (torch.autograd.grad(got[1], logits, t, retain_graph=True)[0] for t in (d, turn(d)))
+    assert torch.equal(one, two)
+    quantised = fusedmoe.quant.QuantTensor.from_weights(w1, "int8")
+    assert torch.equal(fusedmoe.quant.QuantTensor.from_weights(turn(w1), "int8").dequantize(), quantised.dequantize())
+    assert torch.equal(quantised.map(lambda t: turn(t) if t.is_floating_point() else t).dequantize(), quantised.dequantize())

@@ -149,6 +149,8 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
             limit: float = 0.0, lora: Sequence[Sequence | None] = (), *, ep: ExpertParallel) -> Tensor:  # fmt: skip
     """``fusedmoe.experts`` with w and lora of this rank's experts alone (ep.local), ids over all. Every rank calls it, also one without
     tokens. On the CPU, CUDA and NPUs. Quantised weights have the same format on every rank."""
+    checks.experts(x, ids, p, w, act, flags)
+    checks.dims("experts", x=(x, "T, H"), ids=(ids, "T, k"))
     if x.device.type not in DEVICES:
         raise NotImplementedError(f"experts: x is on {x.device}: expert parallelism runs on {', '.join(DEVICES)}")
     if ep.direct:
@@ -158,7 +160,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         return out
     act, flags = checks.code("experts", "act", Activation, act), int(flags)
     dtype, is_coded, coded = autograd.compute_dtype(x, w[0]), quantised.is_quantised(w), None
-    w = [t if t.dtype == dtype or quantised.is_quantised([t]) else t.to(dtype) for t in w]
+    w = [t if quantised.is_quantised([t]) else t.resolve_neg().to(dtype) for t in w]
     w, scales, flags = autograd.with_adapters(w, lora, flags) if lora else (w, [], flags)
     xc, p, n, parts = x if x.dtype == dtype else x.to(dtype), autograd._fit_p(p, dtype), len(w), []
     if is_coded:
@@ -168,6 +170,6 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         coded = sizes, about, zeros
     ep.count(ids)
     wanted = torch.is_grad_enabled() and (xc.requires_grad or p.requires_grad or any(t.requires_grad for t in w))
-    given = xc.contiguous(), ids.contiguous(), p.contiguous(), *w, *parts
+    given = xc.resolve_neg().contiguous(), ids.contiguous(), p.contiguous(), *w, *parts
     out = _Experts.apply(ep, (act, flags, alpha, limit), scales, coded, n, wanted, *given)
     return out if out.dtype == x.dtype else out.to(x.dtype)

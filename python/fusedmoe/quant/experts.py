@@ -42,6 +42,7 @@ class _Experts(torch.autograd.Function):
         needs = [int(given[i]) for i in (5, 7, *range(8, 8 + n))]
         if ops.saved_is_ours(x):
             layer = layer[0], layer[1] | ops.REUSE_SAVED, *layer[2:]
+        dout = dout.resolve_neg()
         grads = ops.call(operators.experts_coded_backward, x, ids, p, w, parts, about, zeros, saved, dout, *layer, needs, scales)
         dx, dp, *dw = ops.spread(grads, needs)
         dw = [g if g is None else g.to(t.dtype) for g, t in zip(dw, w, strict=True)]

@@ -23,7 +23,8 @@ def _bytes(t: Tensor) -> Tensor:
 
 
 def _readable(t: Tensor | None) -> Any:
-    """t, or a copy where the library could not read its strides: unit in the last dimension, and no two elements in one place."""
+    """t, or a copy where the library could not read it: strides are unit in the last dimension, and no two elements in one place."""
+    t = t if t is None else t.resolve_neg()
     if t is None or t.is_contiguous():
         return t
     extent, dims = 1, [(stride, n) for stride, n in zip(t.stride(), t.shape) if n != 1]
@@ -77,7 +78,7 @@ class QuantTensor(Tensor):
         scale2 = torch.tensor([format.scale2], device=w.device) if format.scale2 else None
         made = cls(codes, scale, format, w.shape, w.dtype, scale2)
         if w.is_cpu:
-            _core.quantize(False, w.detach().contiguous(), codes, made.descriptor())
+            _core.quantize(False, w.detach().resolve_neg().contiguous(), codes, made.descriptor())
             return made
         for e in range(0, E, _AT_ONCE):  # the library makes codes on the CPU
             here, own = made.experts(e, e + _AT_ONCE), cls.from_weights(w.detach()[e : e + _AT_ONCE].cpu(), format)

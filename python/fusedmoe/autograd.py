@@ -294,8 +294,9 @@ def block(x: Tensor, w_router: Tensor, w: Sequence[Tensor], k: int, act: int | s
     checks.whole("block", "k", k)
     if shared:
         checks.floats("block", **{f"shared[{i}]": t for i, t in enumerate(shared)})
-        if len(shared) != 2 or shared[0].dim() != 3 or shared[1].dim() != 3:
-            raise ValueError(f"block: shared is {[list(t.shape) for t in shared]}, expected two, [1, 2*S, H] and [1, H, S]")
+        if len(shared) != (4 if flags & ops.BIAS else 2) or shared[0].dim() != 3 or shared[1].dim() != 3:
+            want = "[1, 2*S, H] and [1, H, S]" + ", and their biases (flags has BIAS)" * bool(flags & ops.BIAS)
+            raise ValueError(f"block: shared is {[list(t.shape) for t in shared]}, expected {want}")
     checks.numbers("block", alpha=alpha, limit=limit, renormalize=renormalize, eps=eps, scale=scale)
     rule = checks.code("block", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
     layer = k, act, flags | (0 if shared_gate is None else ops.SHARED_GATE), alpha, limit, rule, float(eps), float(scale)

@@ -119,7 +119,7 @@ CASES = {
     "unpermute nothing": (lambda: fusedmoe.unpermute(X, IDS[0, :0], P[:, :0]), ValueError, r"p is \[6, 0\], row_map has 0 rows, expected"),
     "activation of a vector": (lambda: fusedmoe.activation(X[0]), ValueError, r"activation: h is \[8\], expected \[R, columns\]"),
     "half a shared expert": (lambda: fusedmoe.block(X, ROUTER, [W1, W2], 2, shared=[W1[:1]]), ValueError,
-                             r"block: shared is \[\[1, 32, 8\]\], expected two, \[1, 2\*S, H\] and \[1, H, S\]"),
+                             r"block: shared is \[\[1, 32, 8\]\], expected \[1, 2\*S, H\] and \[1, H, S\]"),
 }
 
 

@@ -153,3 +153,83 @@ def test_requires_grad_matters_where_there_is_a_gradient_alone():
         assert torch.equal(fusedmoe.experts(x, ids, p, w), fusedmoe.experts(x, ids, p, [t.detach() for t in w]))
     with pytest.raises(ValueError, match=r"w\[0\] is quantised and requires a gradient"):
         fusedmoe.experts(x, ids, p, w)
+
+
+# ---- models: arguments, and what a state_dict may lack --------------------------------------------------------------------
+@pytest.fixture
+def saved(tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.6")
+    common = pytest.importorskip("common")
+    model = common.tiny("Qwen3Moe").eval()
+    model.save_pretrained(tmp_path / "plain")
+    fusedmoe.quantize(model, "nf4").save_pretrained(tmp_path / "nf4")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return model, lambda folder, **more: load(tmp_path / folder, **more)
+
+
+def quantised(model):
+    return {n for n, p in model.named_parameters() if isinstance(p, QuantTensor)}
+
+
+def test_skip_is_a_word_or_several(saved):
+    _, load = saved
+    for skip, left in (("layers.0.", 2), (["layers.0."], 2), (("layers.0.", "layers.1."), 0), (None, 4)):
+        assert len(quantised(load("plain", quantization_config=fusedmoe.QuantConfig("nf4", skip=skip)))) == left
+    for wrong in (3, [0]):
+        with pytest.raises(TypeError, match=r"QuantConfig: skip is \[[03]\], expected parts of names"):
+            fusedmoe.QuantConfig("nf4", skip=wrong)
+    for wrong in ("nf4", 4, fusedmoe.QuantConfig("nf4")):
+        with pytest.raises(TypeError, match=f"QuantConfig: linears is a {type(wrong).__name__}, expected a config of transformers"):
+            fusedmoe.QuantConfig("nf4", linears=wrong)
+
+
+def test_a_saved_model_takes_the_dtype_that_is_asked(saved):
+    model, load = saved
+    assert {p.dtype for p in load("nf4").parameters()} == {torch.float32}
+    other = load("nf4", dtype=torch.bfloat16)
+    assert {p.dtype for p in other.parameters()} == {torch.bfloat16} and len(quantised(other)) == 4
+    got, want = (m(torch.ones(1, 3).long()).logits for m in (other, copy.deepcopy(model).to(torch.bfloat16)))
+    assert got.dtype == torch.bfloat16 and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("part, change, message", [
+    ("", None, "its codes are missing"), ("", lambda t: t[:1], r"its codes is \[1, 32, 16\], expected \[8, 32, 16\] for nf4"),
+    ("", lambda t: t.float(), "its codes is torch.float32, expected torch.uint8"), (".scale", None, "its scale is missing"),
+    (".scale", lambda t: t[..., :0], r"its scale is \[8, 32, 0\], expected \[8, 32, 1\]"),
+    (".scale", lambda t: t.long(), "its scale is torch.int64"),
+    (".quant", lambda t: t[:1], ".quant does not say what its codes mean"), (".quant", lambda t: t * 0, ".quant does not say"),
+])  # fmt: skip
+def test_a_state_dict_that_lacks_something(part, change, message, saved):
+    model, _ = saved
+    state, key = model.state_dict(), "model.layers.0.mlp.experts.gate_up_proj"
+    if change is None:
+        del state[key + part]
+    else:
+        state[key + part] = change(state[key + part])
+    before = model(torch.ones(1, 3).long()).logits
+    with pytest.raises(RuntimeError, match=f"{key}: {message}"):
+        model.load_state_dict(state)
+    assert torch.equal(model(torch.ones(1, 3).long()).logits, before)
+
+
+def test_a_checkpoint_without_what_codes_mean(saved, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    file = tmp_path / "nf4/model.safetensors"
+    state = load_file(file)
+    del state["model.layers.0.mlp.experts.gate_up_proj.quant"]
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(RuntimeError):
+        saved[1]("nf4")
+
+
+def test_what_cannot_be_quantised_is_named(saved):
+    for call in (fusedmoe.quantize, fusedmoe.dequantize):
+        with pytest.raises(TypeError, match=rf"{call.__name__}: model is a str \('m'\), expected a torch.nn.Module"):
+            call("m")
+    _, load = saved
+    with pytest.raises(ValueError, match=r"gate_up_proj is on meta, \[8, 32, 32\]: there are no numbers in it"):
+        fusedmoe.quantize(load("plain").to("meta"))
+    common = pytest.importorskip("common")
+    with pytest.raises(ValueError, match="it has LongcatFlashExperts, which are not under transformers' common forward"):
+        fusedmoe.quantize(common.tiny("LongcatFlash"))

@@ -20,6 +20,7 @@ from . import model as models
 from .formats import FORMATS, by_name
 
 METHOD, STORED = "fusedmoe", "stored"
+_FLOATS = torch.float32, torch.bfloat16, torch.float16
 
 
 class QuantConfig(QuantizationConfigMixin):
@@ -28,10 +29,10 @@ class QuantConfig(QuantizationConfigMixin):
     format: a name as ``fusedmoe.quantize`` takes it: 16-bit experts become that while they are loaded. None: a checkpoint that is
     quantised already (gpt-oss' MXFP4, FP8 in blocks, compressed-tensors, GPTQ, AWQ) keeps its experts as they are.
     linears: a config of transformers (``BitsAndBytesConfig``) for the other Linears; only with a format.
-    skip: parts of the names of experts modules that stay as they are.
+    skip: a part of the names of experts modules that stay as they are, or several.
     """
 
-    def __init__(self, format: str | None = None, linears: Any = None, skip: Sequence[str] = (), **rest: Any) -> None:
+    def __init__(self, format: str | None = None, linears: Any = None, skip: str | Sequence[str] = (), **rest: Any) -> None:
         rest.pop("quant_method", None)
         if rest:
             raise TypeError(f"QuantConfig: unknown arguments {', '.join(rest)}")
@@ -39,8 +40,13 @@ class QuantConfig(QuantizationConfigMixin):
             by_name(format)
         if format is None and linears is not None:
             raise ValueError("QuantConfig: linears without a format; a checkpoint that is quantised already says how its Linears are held")
+        skip = [skip] if isinstance(skip, str) else [*(skip or ())] if isinstance(skip, (Sequence, type(None))) else [skip]
+        if not all(isinstance(word, str) for word in skip):
+            raise TypeError(f"QuantConfig: skip is {skip}, expected parts of names")
+        if not isinstance(linears, (dict, type(None))) and (not hasattr(linears, "quant_method") or isinstance(linears, QuantConfig)):
+            raise TypeError(f"QuantConfig: linears is a {type(linears).__name__}, expected a config of transformers (BitsAndBytesConfig)")
         self.quant_method = METHOD
-        self.format, self.skip = format, list(skip)
+        self.format, self.skip = format, skip
         self.linears = auto.AutoQuantizationConfig.from_dict(linears) if isinstance(linears, dict) else linears
         self.stored: Any = None  # the config of a checkpoint that is quantised already
         self.own_form = False  # what is saved is not such a checkpoint any more: some of it was decoded
@@ -85,9 +91,15 @@ class _Join(ConversionOps):
 
     def convert(self, input_dict: dict, full_layer_name: str = "", model: Any = None, **kwargs: Any) -> dict:  # type: ignore[override]
         parts = {_part(pattern): given[0] if isinstance(given, list) else given for pattern, given in input_dict.items()}
-        if "quant" not in parts:  # a stack that was skipped
+        if [*parts] == ["codes"] and parts["codes"].is_floating_point():  # a stack that was skipped
             return {full_layer_name: parts["codes"]}
-        made = models.from_state(**parts)
+        try:
+            made = models.from_state(parts.pop("codes", torch.empty(0, dtype=torch.uint8)), **parts)
+        except ValueError as problem:
+            raise ValueError(f"{full_layer_name}: {problem}") from problem
+        module, _, leaf = full_layer_name.rpartition(".")
+        like = model.get_submodule(module)._parameters[leaf].dtype if model is not None else made.dtype
+        made = made.map(lambda t: t, like) if like in _FLOATS else made
         return {full_layer_name: nn.Parameter(made, requires_grad=False)}
 
 

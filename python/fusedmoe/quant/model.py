@@ -107,6 +107,11 @@ def _extra_repr(module: nn.Module) -> str:
     return ", ".join([*([own] if own else []), *_words(module), f"fusedmoe: {layers.layer_of(module).path}"])
 
 
+def _module(op: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{op}: model is a {type(model).__name__} ({model!r:.60}), expected a torch.nn.Module")
+
+
 def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
     """Turn the stacked experts of a model on the CPU or CUDA into quantised ones, one stack after another, and run them on fusedmoe.
 
@@ -116,14 +121,19 @@ def quantize(model: nn.Module, format: str = "nf4") -> nn.Module:
     from ..integrations.transformers import apply
 
     by_name(format)
+    _module("quantize", model)
     found = list(_experts(model))
     if not found:
-        raise ValueError("quantize: the model has no stacked experts that fusedmoe knows")
+        others = sorted({type(m).__name__ for m in model.modules() if m._parameters.get("down_proj") is not None})
+        has = f"; it has {', '.join(others)}, which are not under transformers' common forward" if others else ""
+        raise ValueError(f"quantize: the model has no stacked experts that fusedmoe knows{has}")
     for name, module in found:
         if layers.look_at(module).path != "fused":
             why = layers.look_at(module).why
             raise NotImplementedError(f"quantize: {name} ({type(module).__name__}) is not computed in the fused layer: {why}")
         for of, w in _stacks(module):
+            if w.is_meta:
+                raise ValueError(f"quantize: {name}.{of} is on meta, {list(w.shape)}: there are no numbers in it")
             if not isinstance(w, QuantTensor):
                 _put(module, of, quantised(module, of, w, format))
     if sys.modules.get("transformers.quantizers.auto") and hasattr(model, "save_pretrained"):
@@ -198,6 +208,7 @@ def _of_parametrize(hook: Any, name: str) -> bool:
 
 def dequantize(model: nn.Module) -> nn.Module:
     """Put plain weights, as quantised ones stand for them, in their place."""
+    _module("dequantize", model)
     linears.release(model)
     for module in model.modules():
         for name, w in list(_stacks(module)):
@@ -254,19 +265,50 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name.removeprefix("torch."))
 
 
-def from_state(codes: Tensor, scale: Tensor, quant: Tensor, scale2: Tensor | None = None, zeros: Tensor | None = None) -> QuantTensor:
-    """A stack, from what a state_dict holds of it."""
-    told = json.loads(bytes(quant.tolist()).decode())
-    fields = *told["format"][:7], _dtype(told["format"][7]), *told["format"][8:]
-    shape, transposed = torch.Size(told["shape"]), told.get("transposed", False)
-    return QuantTensor(codes, scale, Format._make(fields), shape, _dtype(told["dtype"]), scale2, zeros, transposed)
+def from_state(codes: Tensor, scale: Tensor | None = None, quant: Tensor | None = None, scale2: Tensor | None = None,
+               zeros: Tensor | None = None) -> QuantTensor:  # fmt: skip
+    """A stack, from what a state_dict holds of it. ValueError: its tensors are not those of one."""
+    try:
+        told = json.loads(bytes(quant.tolist()).decode()) if quant is not None else {}
+        fields = *told["format"][:7], _dtype(told["format"][7]), *told["format"][8:]
+        format, shape, dtype = Format._make(fields), torch.Size(told["shape"]), _dtype(told["dtype"])
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as problem:
+        raise ValueError(f".quant does not say what its codes mean ({type(problem).__name__}: {problem})") from problem
+    transposed = told.get("transposed", False)
+    E, N, K = (shape[0], shape[2], shape[1]) if transposed else shape
+    want = {"codes": (E, N, format.bytes_of(K)), "scale": (E, *format.grid(N, K)), "zeros": (E, *format.grid(N, K))}
+    for part, t in (("codes", codes), ("scale", scale), ("zeros", zeros)):
+        if t is None and part != "zeros":
+            raise ValueError(f"its {part} is missing")
+        if t is not None and tuple(t.shape) != want[part]:
+            raise ValueError(f"its {part} is {list(t.shape)}, expected {list(want[part])} for {format.name} {list(shape)}")
+    assert scale is not None
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    for part, t, kinds in (("codes", codes, (torch.uint8,)), ("scale", scale, (torch.uint8,) if format.scale_type else floats)):
+        if t.dtype not in kinds:
+            raise ValueError(f"its {part} is {t.dtype}, expected {kinds[0]} for {format.name}")
+    return QuantTensor(codes, scale, format, shape, dtype, scale2, zeros, transposed)
 
 
-def _join(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
+def _join(module: nn.Module, state: dict, prefix: str, metadata: Any = None, strict: bool = True, missing: Any = None,
+          unexpected: Any = None, errors: list[str] | None = None) -> None:  # fmt: skip
+    """What is wrong is an error of load_state_dict, and leaves the module as it is."""
     for name, w in list(_stacks(module)):
         key, where = prefix + name, _origin(module, name)
         if f"{key}.quant" in state:
-            made = from_state(state.pop(key), **{p: state.pop(f"{key}.{p}") for p in PARTS if f"{key}.{p}" in state})
+            parts = {p: state.pop(f"{key}.{p}") for p in PARTS if f"{key}.{p}" in state}
+            try:
+                if key not in state:
+                    raise ValueError("its codes are missing")
+                made = from_state(state.pop(key), **parts)
+                if made.shape != w.shape:
+                    raise ValueError(f"it is quantised weights of {list(made.shape)}, the module has {list(w.shape)}")
+            except ValueError as problem:
+                if errors is None:
+                    raise
+                errors.append(f"{key}: {problem}")
+                state[key] = w
+                continue
             vars(module).get("_fmoe_origin", {}).pop(name, None)
         elif isinstance(where, origin.Beside) and isinstance(w, QuantTensor) and key in state and state[key].dtype == torch.float8_e4m3fn:
             w.codes.view(torch.float8_e4m3fn).copy_(state[key])
@@ -278,7 +320,6 @@ def _join(module: nn.Module, state: dict, prefix: str, *_: Any) -> None:
             raise ValueError(f"load_state_dict: {key} is quantised weights of {list(made.shape)}, the module has {list(w.shape)}")
         module._parameters[name] = nn.Parameter(made.map(torch.clone), requires_grad=False)
         state[key] = module._parameters[name]  # what load_state_dict finds, and leaves alone
-    return None
 
 
 def load_hooks(model: nn.Module) -> nn.Module:

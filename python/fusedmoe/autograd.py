@@ -142,7 +142,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
     dtype = compute_dtype(x, w[0])
     coded = quantised.is_quantised(w)
     try:
-        mixed = any([t.dtype != dtype for t in w]) or (not compiling and any([t.is_neg() for t in w]))
+        mixed = any([t.dtype != dtype for t in w]) if compiling else any([t.dtype != dtype or t.is_neg() for t in w])
     except AttributeError:
         mixed, coded = True, False  # the error is below
     if coded and mixed:
@@ -234,9 +234,12 @@ def route(logits: Tensor, k: int, *, score: int | str = ops.SOFTMAX, renormalize
 def _route(logits: Tensor, k: int, score: int | str, renormalize: bool, select_bias: Tensor | None, groups: int, topk_groups: int,
            group_score: int, excluded_zero: bool, eps: float, scale: float, ids: Tensor | None) -> tuple[Tensor, Tensor]:  # fmt: skip
     checks.floats("route", logits=logits)
-    checks.dims("route", logits=(logits, "T, E"))
-    checks.whole("route", "k", k)
-    checks.numbers("route", renormalize=renormalize, eps=eps, scale=scale)
+    if not (isinstance(k, int) and k > 0 and logits.dim() == 2 and isinstance(eps, float) and isinstance(scale, float)):  # or 1 us
+        checks.dims("route", logits=(logits, "T, E"))
+        checks.whole("route", "k", k)
+        checks.numbers("route", eps=eps, scale=scale)
+    if not isinstance(renormalize, bool):
+        checks.numbers("route", renormalize=renormalize)
     rule = checks.code("route", "score", Score, score), int(renormalize), group_score, groups, topk_groups, int(excluded_zero)
     if ids is not None:
         checks.integers("route", "ids", ids)

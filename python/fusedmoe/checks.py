@@ -16,6 +16,7 @@ from .enums import Activation, Flag
 
 DTYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4}  # fmoe_dtype
 _NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+_STRIDED = torch.strided
 _ACTIVATIONS = frozenset(map(int, Activation))
 _FLAGS, _LIST, _BIAS, _TRANSPOSED = (int(sum(Flag)), *map(int, (Flag.LIST, Flag.BIAS, Flag.TRANSPOSED)))  # members are slow
 
@@ -119,7 +120,7 @@ def plain_experts(x: Any, ids: Any, p: Any, w: Any, act: int, flags: int) -> boo
     """Whether ``experts`` below has nothing to say: 1 us instead of 6, for a layer that takes 10."""
     try:
         given = x.dtype in DTYPES and p.dtype in DTYPES and w[0].dtype in DTYPES and x.device == ids.device == p.device == w[0].device
-        given = given and x.layout == w[0].layout == torch.strided
+        given = given and x.layout == w[0].layout == _STRIDED
         number = 0 if flags & _LIST else 4 if flags & _BIAS else 2
         known = act in _ACTIVATIONS and not flags & ~_FLAGS and flags & (_LIST | _TRANSPOSED) != _LIST | _TRANSPOSED
         return given and known and type(w) in (list, tuple) and (not number or len(w) == number)

@@ -82,6 +82,31 @@ def test_experts_of_transformers_with_such_a_grid():
     assert torch.equal(experts.gate_up_proj.dequantize(), gate_up * scale.repeat_interleave(96, 1))
 
 
+@pytest.mark.parametrize("scales", ["float", "ue8m0"])
+def test_experts_of_transformers_in_fp4(scales):
+    """expert_dtype "fp4", as DeepSeek-V4 has it: two codes a byte. They run as they are, and state_dict gives what came."""
+    fp8, transformers = pytest.importorskip("transformers.integrations.finegrained_fp8"), pytest.importorskip("transformers")
+    if not hasattr(fp8, "Fp8Dequantize") or not hasattr(fp8.Fp8Dequantize, "_unpack_fp4"):
+        pytest.skip("transformers knows no experts in FP4")
+    config = transformers.Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=2, dtype=torch.bfloat16)
+    config._experts_implementation = "eager"
+    experts = fp8.FP8Experts(config, expert_dtype="fp4", scale_fmt=scales).requires_grad_(False)
+    for p in experts.parameters():
+        p.data = torch.randint(-128, 128, p.shape).to(torch.int8) if p.dtype == torch.int8 else torch.rand(p.shape).add(0.01).to(p.dtype)
+    before, decode = {n: t.clone() for n, t in experts.state_dict().items()}, fp8.Fp8Dequantize(None)._dequantize_one
+    want = {n: decode(before[n], before[f"{n}_scale_inv"], torch.bfloat16) for n in ("gate_up_proj", "down_proj")}
+    fusedmoe.apply(torch.nn.Sequential(experts))
+    x, ids, p = stack(4, 64), torch.randint(2, (4, 1)), torch.rand(4, 1)
+    assert all(torch.equal(getattr(experts, n).dequantize(), w) for n, w in want.items())
+    assert torch.equal(experts(x, ids, p), fusedmoe.experts(x, ids, p, [*want.values()], flags=fusedmoe.Flag.SKIP_E))
+    after = experts.state_dict()
+    assert before.keys() == after.keys() and all(before[n].dtype == after[n].dtype for n in before)
+    assert all(torch.equal(before[n].view(torch.uint8), after[n].view(torch.uint8)) for n in before)
+    experts.load_state_dict(before)
+    with pytest.raises(ValueError, match=r"from_fp4: codes is \[2, 4, 16\], scale_inv \[2, 4, 3\], expected"):
+        QuantTensor.from_fp4(torch.zeros(2, 4, 16, dtype=torch.int8), torch.ones(2, 4, 3))
+
+
 CASES = {
     "E5M2": (lambda: QuantTensor.from_fp8(stack(2, 8, 8).to(torch.float8_e5m2), torch.rand(2, 1, 1)), TypeError,
              "from_fp8: w is float8_e5m2, expected float8_e4m3fn or uint8"),

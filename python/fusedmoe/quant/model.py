@@ -20,6 +20,7 @@ from .formats import HALVES, Format, by_name
 from .tensor import QuantTensor
 
 NAMES = "gate_up_proj", "up_proj", "down_proj"
+_FP8_EXPERTS = torch.float8_e4m3fn, torch.int8  # what transformers' FP8Experts hold: FP8, or two codes of FP4 a byte
 PARTS = "scale", "scale2", "zeros", "quant"  # beside the codes, in a state_dict
 
 
@@ -157,7 +158,7 @@ def _read(w: Tensor) -> bool:
 
 def adopt(model: nn.Module) -> int:
     """Run what a model already holds quantised, as it is: transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
-    channel), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how many
+    channel, or FP4), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how many
     modules."""
     found = linears.adopt(model)
     for module in model.modules():
@@ -165,13 +166,17 @@ def adopt(model: nn.Module) -> int:
             found += _unparametrized(module)
         if type(module).__name__ != "FP8Experts":
             continue
-        stored = [(n, w) for n, w in _stacks(module) if w.dtype == torch.float8_e4m3fn and not isinstance(w, QuantTensor) and _read(w)]
+        plain = [(n, w) for n, w in _stacks(module) if not isinstance(w, QuantTensor)]
+        stored = [(n, w) for n, w in plain if w.dtype in _FP8_EXPERTS and _read(w)]
         dtype = getattr(module.config, "dtype", None) or torch.bfloat16
         for name, w in stored:
             scale, block = module._parameters[f"{name}_scale_inv"], module.block_size or (0, 0)
-            made = QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block), name == "gate_up_proj")
+            if w.dtype == torch.int8:  # expert_dtype="fp4"
+                made = QuantTensor.from_fp4(w.data, scale.data, dtype)
+            else:
+                made = QuantTensor.from_fp8(w.data, scale.data, dtype, tuple(block), name == "gate_up_proj")
             _put(module, name, made)
-            vars(module).setdefault("_fmoe_origin", {})[name] = origin.Beside(name)
+            vars(module).setdefault("_fmoe_origin", {})[name] = origin.Beside(name, w.dtype)
             scale.requires_grad_(False)
         found += bool(stored)
     return found
@@ -310,8 +315,8 @@ def _join(module: nn.Module, state: dict, prefix: str, metadata: Any = None, str
                 state[key] = w
                 continue
             vars(module).get("_fmoe_origin", {}).pop(name, None)
-        elif isinstance(where, origin.Beside) and isinstance(w, QuantTensor) and key in state and state[key].dtype == torch.float8_e4m3fn:
-            w.codes.view(torch.float8_e4m3fn).copy_(state[key])
+        elif isinstance(where, origin.Beside) and isinstance(w, QuantTensor) and key in state and state[key].dtype == where.dtype:
+            w.codes.view(where.dtype).copy_(state[key])
             state[key] = w
             continue
         elif where is None or isinstance(where, origin.Beside) or (made := where.take(state, prefix, w.dtype)) is None:

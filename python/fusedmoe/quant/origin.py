@@ -59,12 +59,12 @@ class Blocks:
 class Beside:
     """transformers' FP8Experts: the codes are the parameter's own, its scales another parameter of the module."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+        self.name, self.dtype = name, dtype
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         """As PerExpert's."""
-        return {self.name: q.codes.view(torch.float8_e4m3fn)}
+        return {self.name: q.codes.view(self.dtype)}
 
 
 class Bitsandbytes:

@@ -126,6 +126,19 @@ class QuantTensor(Tensor):
         return cls(codes, _bytes(scales.detach()), by_name("mxfp4"), torch.Size((E, N, 2 * half)), dtype)
 
     @classmethod
+    def from_fp4(cls, codes: Tensor, scale_inv: Tensor, dtype: torch.dtype = torch.bfloat16) -> "QuantTensor":
+        """E2M1 codes [E,N,K/2] of DeepSeek-V4 (transformers' FP8Experts with expert_dtype "fp4") and scales [E,N,K/32]: E8M0, or floating
+        point. No copy."""
+        _one_byte("from_fp4", "codes", codes, "int8", "float4_e2m1fn_x2")
+        if codes.dim() != 3 or tuple(scale_inv.shape) != (*codes.shape[:2], -(-codes.shape[2] // 16)):
+            given = f"codes is {list(codes.shape)}, scale_inv {list(scale_inv.shape)}"
+            raise ValueError(f"from_fp4: {given}, expected [E, N, K/2] and [E, N, K/32]")
+        if scale_inv.dtype not in _FLOATS:
+            return cls.from_mxfp4(codes, scale_inv, dtype)
+        format, (E, N, half) = Format("mxfp4", E2M1, 0, 1, 32, scale_dtype=scale_inv.dtype), codes.shape
+        return cls(codes.detach(), scale_inv.detach(), format, torch.Size((E, N, 2 * half)), dtype)
+
+    @classmethod
     def from_nvfp4(cls, codes: Tensor, scale: Tensor, scale2: Tensor, dtype: torch.dtype = torch.bfloat16) -> "QuantTensor":
         """codes [E,N,K/2], scales float8_e4m3fn [E,N,K/16], and what they are multiplied by, float32 [E] or [1]. No copy."""
         _one_byte("from_nvfp4", "codes", codes, "int8", "float4_e2m1fn_x2")

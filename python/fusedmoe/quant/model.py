@@ -158,8 +158,8 @@ def _read(w: Tensor) -> bool:
 
 def adopt(model: nn.Module) -> int:
     """Run what a model already holds quantised, as it is: transformers' FP8Experts (float8_e4m3fn, in blocks or a scale a
-    channel, or FP4), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how many
-    modules."""
+    channel, or FP4), stacks that ``bitsandbytes.nn.parametrize`` quantised, Linears of experts in lists. ``apply`` calls it. Returns how
+    many modules."""
     found = linears.adopt(model)
     for module in model.modules():
         if hasattr(module, "_apply_gate") and "parametrizations" in module._modules:

@@ -78,6 +78,8 @@ def test_experts_of_transformers_with_such_a_grid():
     for p in experts.parameters():
         p.data = torch.rand(p.shape).to(p.dtype)
     gate_up, scale = experts.gate_up_proj.data.float(), experts.gate_up_proj_scale_inv.data.clone()
+    if scale.shape[1] != 2:
+        pytest.skip("this transformers has another grid")
     fusedmoe.apply(torch.nn.Sequential(experts))
     assert torch.equal(experts.gate_up_proj.dequantize(), gate_up * scale.repeat_interleave(96, 1))
 

@@ -139,6 +139,7 @@ def experts(x: Tensor, ids: Tensor, p: Tensor, w: Sequence[Tensor], act: int | s
         checks.experts(x, ids, p, w, act, flags)
     if not compiling and not type(alpha) is type(limit) is float:
         checks.numbers("experts", alpha=alpha, limit=limit)
+        alpha, limit = float(alpha), float(limit)
     dtype = compute_dtype(x, w[0])
     coded = quantised.is_quantised(w)
     try:

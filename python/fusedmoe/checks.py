@@ -5,6 +5,7 @@ The C library checks every call; here is what it cannot see (a number in the pla
 it could only name in its own words (sizes that Python reads from the weights).
 """
 
+import operator
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any
@@ -50,18 +51,26 @@ def dims(op: str, **tensors: tuple[Tensor, str]) -> None:
 
 
 def whole(op: str, name: str, value: Any, least: int = 1) -> None:
-    """A count."""
+    """A count: an int, or what has an index, as numpy's integers do."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{op}: {name} is {value!r}, expected an integer")
+        if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+            raise TypeError(f"{op}: {name} is {value!r}, expected an integer")
+        value = operator.index(value)
     if value < least:
         raise ValueError(f"{op}: {name} is {value}, expected at least {least}")
 
 
 def numbers(op: str, **values: Any) -> None:
-    """Numbers, of any kind."""
+    """Numbers, of any kind: also numpy's, and tensors of one."""
     for name, value in values.items():
-        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            raise TypeError(f"{op}: {name} is {value!r:.60}, expected a number")
+        if isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            continue
+        try:
+            if isinstance(value, (str, bytes, complex)):
+                raise TypeError
+            float(value)
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise TypeError(f"{op}: {name} is {value!r:.60}, expected a number") from problem
 
 
 def group_list(given: Any, device: torch.device) -> Tensor:

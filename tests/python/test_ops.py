@@ -3,6 +3,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -363,3 +364,20 @@ def test_negated_views_are_what_they_say():
     quantised = fusedmoe.quant.QuantTensor.from_weights(w1, "int8")
     assert torch.equal(fusedmoe.quant.QuantTensor.from_weights(turn(w1), "int8").dequantize(), quantised.dequantize())
     assert torch.equal(quantised.map(lambda t: turn(t) if t.is_floating_point() else t).dequantize(), quantised.dequantize())
+
+
+def test_numbers_of_other_kinds_are_numbers():
+    """numpy's integers and floats, and tensors of one, as torch's own functions take them."""
+    x, logits, w = torch.randn(5, 8), torch.randn(5, 4), [torch.randn(4, 12, 8), torch.randn(4, 8, 6)]
+    ids, p = fusedmoe.route(logits, 2, scale=2.0)
+    for k, scale in ((np.int64(2), np.float32(2)), (torch.tensor(2), torch.tensor(2.0))):
+        assert all(map(torch.equal, fusedmoe.route(logits, k, scale=scale), (ids, p)))
+    want = fusedmoe.experts(x, ids, p, w, act="swiglu_oai", alpha=1.5, limit=7.0)
+    for alpha in (np.float32(1.5), np.float64(1.5), np.array(1.5), torch.tensor(1.5)):
+        assert torch.equal(fusedmoe.experts(x, ids, p, w, act="swiglu_oai", alpha=alpha, limit=np.int32(7)), want)
+    for name, alpha in {"'1.5'": "1.5", "None": None, "1j": 1j, r"tensor\(\[0., 0.\]\)": torch.zeros(2)}.items():
+        with pytest.raises(TypeError, match=f"experts: alpha is {name}, expected a number"):
+            fusedmoe.experts(x, ids, p, w, act="swiglu_oai", alpha=alpha, limit=7.0)
+    for k in (2.0, "2"):
+        with pytest.raises(TypeError, match="route: k is .*, expected an integer"):
+            fusedmoe.route(logits, k)

@@ -23,6 +23,7 @@
 #include "cpu/kernels/x86/kmajor_few_rows_avx512.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
 
 enum { EVEN_FIRST, HIGH_FIRST, POWERS, BYTES, BYTES_FROM_ZERO, FLOATS }; /* how weights are decoded */
 enum { MOST = 16, QUARTER = 16 }; /* columns at a time; a quarter of a line of codes */
@@ -85,8 +86,8 @@ INLINE __m512i scaled_words(const coded_by *by, __m512 above, __m512 scale_above
 
 /* n groups of `fours` times four columns, all before the products: one by one, between them, they cost half as much
  * again. 16 KiB at the most, in L1. */
-static __attribute__((noinline)) void make_groups(int how, int fours, bool regular, const coded_by *by,
-                                                  const float *const *scales, int64_t n, coded_group *to)
+static NOINLINE void make_groups(int how, int fours, bool regular, const coded_by *by, const float *const *scales,
+                                 int64_t n, coded_group *to)
 {
     if (how == FLOATS) {
         for (int64_t k = 0; k < n; k++)
@@ -298,11 +299,11 @@ INLINE void coded_tile(const int how, const int mr, const int fours, const coded
         const char *q = p;
 #pragma GCC unroll 4
         for (int g = 0; g < fours; g++) {
-            __m512 turned[4];
-            few_rows_load_b(q, step, turned);
+            __m512 lines[4];
+            few_rows_load_b(q, step, lines);
             q = opaque(q + 4 * step);
 #pragma GCC unroll 4
-            for (int s = 0; s < 4; s++) codes[g][s] = _mm512_castps_si512(turned[s]);
+            for (int s = 0; s < 4; s++) codes[g][s] = _mm512_castps_si512(lines[s]);
         }
         if (mr <= 2) {
             CODED_QUARTER(0);
@@ -479,8 +480,8 @@ INLINE void coded_sixteen(const int how, const coded_by *by, const coded_columns
 }
 
 #define CODED_SIXTEEN(name, how)                                                                                       \
-    static __attribute__((noinline)) void sixteen_##name(const coded_by *by, const coded_columns *t,                   \
-                                                         const coded_scales *scales, const coded_rows_of *r)           \
+    static NOINLINE void sixteen_##name(const coded_by *by, const coded_columns *t, const coded_scales *scales,        \
+                                        const coded_rows_of *r)                                                        \
     {                                                                                                                  \
         coded_sixteen(how, by, t, scales, r);                                                                          \
     }

@@ -76,6 +76,8 @@ def numbers(op: str, **values: Any) -> None:
 def group_list(given: Any, device: torch.device) -> Tensor:
     """Sizes of groups as a tensor: a list of integers, an array or a tensor."""
     if not isinstance(given, Tensor):
+        if isinstance(given, (list, tuple)) and all([isinstance(n, (int, torch.SymInt)) and not isinstance(n, bool) for n in given]):
+            return torch.tensor(given, dtype=torch.int64, device=device)  # also of numbers that torch.compile does not know yet
         try:
             made = torch.as_tensor(given, device=device)
         except (TypeError, ValueError, RuntimeError) as problem:

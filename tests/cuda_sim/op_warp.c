@@ -22,7 +22,7 @@ static void shuffle(warp *w, const instruction *i, uint32_t lanes)
         if (!(lanes >> l & 1)) continue;
         const int segment = (int)(c[l] >> 8 & 31), last = (int)(c[l] & 31), by = (int)(b[l] & 31);
         const int low = l & segment, high = low | (last & ~segment);
-        int from = i->saturate ? 0 : 0;
+        int from = 0;
         bool in = true;
         switch (i->combine) {
         case UP: from = l - by, in = from >= high; break; /* here `last` is the least */

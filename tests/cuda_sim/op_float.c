@@ -202,7 +202,7 @@ static uint64_t integer_of(double v, type t) /* what does not fit is the nearest
         return v <= 0 ? 0 : v >= ldexp(1, bits) ? (bits == 64 ? ~0ull : (1ull << bits) - 1) : (uint64_t)v;
     const double limit = ldexp(1, bits - 1);
     if (v >= limit) return (1ull << (bits - 1)) - 1;
-    return v <= -limit ? (uint64_t)INT64_MIN >> (64 - bits) << 0 : (uint64_t)(int64_t)v;
+    return v <= -limit ? (uint64_t)INT64_MIN >> (64 - bits) : (uint64_t)(int64_t)v;
 }
 
 static void convert(warp *w, const instruction *i, uint32_t lanes)

@@ -64,8 +64,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
       target_compile_definitions(fmoe_cpu_amx_bf16 PRIVATE FMOE_AMX_EMULATE)
     endif()
   endif()
-elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64") # NEON is the baseline; its elementwise rows are those of level c
-  fmoe_isa(neon SOURCES ${arm}/gemm_neon.c)
+elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "aarch64|arm64") # NEON is the baseline; its elementwise rows but dequant are level c's
+  fmoe_isa(neon SOURCES ${arm}/dequant_neon.c ${arm}/gemm_neon.c)
   fmoe_has(neon_bf16 "vbfmmlaq_f32(vdupq_n_f32(0), vreinterpretq_bf16_u16(vdupq_n_u16(0)), vreinterpretq_bf16_u16(vdupq_n_u16(0)))"
            arm_neon.h -march=armv8.2-a+bf16)
   if(FMOE_HAS_NEON_BF16)

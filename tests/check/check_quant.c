@@ -53,8 +53,14 @@ void check_dequant(const check_kernel *k, int64_t index)
     q.scale = grid(scale_dtype, rows, cols);
     const bool integer = code == FMOE_CODE_U4 || code == FMOE_CODE_S8;
     if (integer && check_below(2)) q.zeros = grid(check_below(2) ? FMOE_BYTE : FMOE_F32, rows, cols);
-    else if (integer) q.zero = 8;
+    else if (integer) q.zero = check_below(2) ? 8 : 0;
     if (code == FMOE_CODE_LUT4) q.lut = lut;
+    const float scales2[] = {0.7f, 1, 0, -3e38f, NAN, 1.3f * 0x1p-40f, 1.9f * 0x1p39f}; /* the last two: just regular */
+    const float scale2 = check_below(2) ? scales2[check_below(7)] : 1;
+    if (scale2 != 1) {
+        q.scale2 = check_tensor(FMOE_F32, CHECK_SHAPE(1), NULL);
+        check_set(q.scale2, 0, (double)scale2);
+    }
     const int64_t bytes = fmoe_code_bytes(code, K), step = bytes + check_below(2) * 3;
     uint8_t *codes = check_guarded((size_t)((N - 1) * step + bytes), 1);
     fill(codes, (size_t)((N - 1) * step + bytes));
@@ -74,13 +80,17 @@ void check_dequant(const check_kernel *k, int64_t index)
                     .zeros_step = cols,
                     .zeros_dtype = q.zeros ? fmoe_tensor_dtype(q.zeros) : 0,
                     .zero = q.zero,
-                    .scale2 = 1,
+                    .scale2 = scale2,
                     .table = fmoe_code_is_4bit(code) ? fmoe_code_table(code, lut) : NULL};
+    /* As fmoe_coded_of says. */
+    const bool regular =
+        (!q.zeros || m.zeros_dtype == FMOE_BYTE) && code != FMOE_CODE_LUT4 && scale2 > 0x1p-40f && scale2 < 0x1p40f;
     for (int draw = 0; draw < 4 && !check_failed(); draw++) {
         const int64_t row = draw ? check_below(N) : N - 1,
                       k0 = draw > 1 ? (K % 32 ? check_below(K) : 32 * check_below(K / 32)) : 0,
                       n = draw > 2 ? 1 + check_below(K - k0) : K - k0, several = 1 + check_below(fmoe_min(N - row, 9));
         m.for_pairs = dtype == FMOE_BF16 && check_below(2); /* denormals may be zeros then */
+        m.regular = regular && check_below(4);
         check_note("code %d flags %u N=%" PRId64 " K=%" PRId64 " groups %dx%d dtype %d scale %d/%d, row %" PRId64
                    " from %" PRId64 ", %" PRId64,
                    code, q.flags, N, K, q.group_rows, q.group_cols, dtype, scale_dtype, q.scale_type, row, k0, n);

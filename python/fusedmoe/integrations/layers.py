@@ -350,17 +350,27 @@ def list_names(experts: nn.Module) -> tuple[str, str, str] | None:
     return next((names for names in _NAMES if all(n in first for n in names)), None)
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody sees or changes what goes through it: a function of ours would not call it."""
+    own = vars(module)
+    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return bool(hooks) or "forward" in own
+
+
 def list_weights(block: nn.Module) -> tuple[list[Tensor], Sequence] | None:
-    """gates, ups, downs of all experts of a block, and their LoRA factors as ``autograd.experts`` takes them; None where a Linear is not
-    plain: wrapped in something else than PEFT's LoRA, quantized in a way that is not read, with bias or hooks."""
+    """gates, ups, downs of all experts of a block, and their LoRA factors as ``autograd.experts`` takes them; None where an expert has
+    hooks, or a Linear is not plain: wrapped in something else than PEFT's LoRA, quantized in a way that is not read, with bias or hooks."""
     from . import peft  # which imports this module
 
     w, adapters = [], []
-    modules = [e._modules for e in block.experts._modules.values() if type(e) is not nn.Identity]
+    listed = [e for e in block.experts._modules.values() if type(e) is not nn.Identity]
+    if any([hooked(e) for e in listed]):
+        return None
+    modules = [e._modules for e in listed]
     for name in list_names(block.experts) or ("",):
         for m in modules:
             linear, adapter = peft.look_through(m.get(name))
-            if linear is None or linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__:
+            if linear is None or hooked(linear):
                 return None
             weight = linear._parameters.get("weight") if type(linear) is nn.Linear else linears.weight_of(linear)
             if weight is None or linear._parameters.get("bias") is not None or weight.dtype not in ops.DTYPES:

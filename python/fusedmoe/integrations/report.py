@@ -80,7 +80,7 @@ def _patched(name: str, module: nn.Module, bound: seams.Bound, adapters: str) ->
     if bound.__func__ is seams.list_block_forward:
         layer, read = Layer(bound.options["act"]), layers.list_weights
     elif bound.__func__ is seams.scaled_input_forward:
-        read = lambda module: ((), ()) if "gate_up_proj" in module.experts._parameters else None
+        read = lambda module: seams.scaled_experts(module, layer)
     w = read(module) if read else ((), ())
     if w is None:
         return _row(name, module, "own", None, seams.UNREAD)

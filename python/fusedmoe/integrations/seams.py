@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, product
 from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from .. import autograd, ops
-from . import layers, routers
+from . import layers, routers, trials
 from .layers import Layer, say_once
 from .probes import isolated
 
@@ -71,7 +72,7 @@ WEIGHTS = ("top_k_weights", "routing_weights", "topk_weights", "topk_weight", "t
 def _flat_weights(module: nn.Module) -> tuple[list[Tensor], tuple] | None:
     """DBRX: gates, ups and downs of all experts under one another, downs transposed."""
     m = module.mlp
-    if list(m._parameters) != ["w1", "v1", "w2"]:
+    if list(m._parameters) != ["w1", "v1", "w2"] or layers.hooked(m):
         return None
     gate, up, down = (w.view(m.moe_num_experts, -1, w.shape[1]) for w in (m.w1, m.v1, m.w2))
     return [*gate, *up, *down.transpose(1, 2)], ()
@@ -133,16 +134,19 @@ def _stacked(module: nn.Module) -> tuple[int, int, list[Layer]]:
 
 
 # ---- whole blocks -----------------------------------------------------------------------------------------------------------
-def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair: bool, gate: str, rule: dict, bias: str) -> Any:
-    """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like."""
-    w = layers.list_weights(self)
-    if w is None:
-        _refuse(self)
-        return type(self).forward(self, hidden_states)
+def list_block_forward(self: nn.Module, *args: Any, act: int, pair: bool, gate: str, rule: dict, bias: str, **kwargs: Any) -> Any:
+    """A block of v4 with softmax routing and its experts in a ModuleList: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and their like.
+    What is given beside the hidden states (a mask) is not read: then it is the block's own forward that runs."""
+    w = layers.list_weights(self) if len(args) + len(kwargs) == 1 else ([], ())
+    if not w or not w[0]:
+        if w is None:
+            _refuse(self)
+        return type(self).forward(self, *args, **kwargs)
+    (hidden_states,) = *args, *kwargs.values()
     if self.training and getattr(self, "jitter_noise", 0):
         hidden_states = hidden_states * torch.empty_like(hidden_states).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
     x, m = hidden_states.reshape(-1, hidden_states.shape[-1]), self._modules
-    logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).reshape(x.shape[0], -1)
+    logits = m[gate](hidden_states.to(next(m[gate].parameters()).dtype)).flatten(0, -2)
     select = attrgetter(bias)(self).view(-1) if bias else None
     ids, p = autograd.route(logits, self.top_k, select_bias=select, **rule)
     out = layers.experts_of(self)(x, ids, p.to(x.dtype), w[0], act, ops.LIST | layers.kept_by(self), lora=w[1])
@@ -153,16 +157,42 @@ def list_block_forward(self: nn.Module, hidden_states: Tensor, *, act: int, pair
     return (out, logits) if pair else out
 
 
+def inner(module: nn.Module) -> nn.Module:
+    """What PEFT's wrappers of a module's parameters are around."""
+    while type(module).__name__ == "ParamWrapper" and type(module).__module__.startswith("peft."):
+        module = module.get_submodule("base_layer")
+    return module
+
+
+def scaled_experts(block: nn.Module, layer: Layer) -> tuple[list[Tensor], Sequence] | None:
+    """W1 and W2 of Llama 4's experts, and their LoRA factors; None: a quantizer, or an adapter that is not plain LoRA, came after us."""
+    from . import peft  # which imports this module
+
+    outer = block.get_submodule("experts")
+    own, lora = (base := inner(outer))._parameters, []
+    if layers.hooked(outer) or layers.hooked(base):
+        return None
+    if base is not outer:
+        names, (wrappers, _) = peft._names(layer), peft._unwrap(outer)
+        if not peft._plain(wrappers, names):
+            return None
+        found = [wrappers.get(name, (None, "")) for name in names]
+        lora = [peft._factors(wrapper, name, bool(layer.flags & ops.TRANSPOSED)) if wrapper and name else None for wrapper, name in found]
+    up, down = own.get("gate_up_proj"), own.get("down_proj")
+    return None if up is None or down is None else ([up, down], lora)
+
+
 def scaled_input_forward(self: nn.Module, hidden_states: Tensor, *, layer: Layer) -> tuple[Tensor, Tensor]:
     """Llama 4: the score scales what the expert reads, not what it gives. Experts that were not chosen would read zeros."""
-    if "gate_up_proj" not in self.experts._parameters:  # an adapter or a quantizer came after us
+    found = scaled_experts(self, layer)
+    if found is None:
         _refuse(self)
         return type(self).forward(self, hidden_states)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     scores, logits = self.router(x)
     p, ids = scores.topk(self.top_k, dim=1)
     rows = (x[:, None] * p[..., None]).flatten(0, 1)
-    out = layers.run(self.experts, layer, rows, ids.view(-1, 1), rows.new_ones(len(rows), 1))
+    out = layers.run(inner(self.experts), layer, rows, ids.view(-1, 1), rows.new_ones(len(rows), 1), found[1], found[0])
     return self.shared_expert(x) + out.view(*ids.shape, -1).sum(1), logits
 
 
@@ -245,6 +275,11 @@ def _told(module: nn.Module) -> bool:
     return any(name in (*IDS, *SIZES) for function in own if callable(function) for name in _names(function))
 
 
+def takes_experts(module: nn.Module) -> bool:
+    """Whether it may be a module of experts: it is told which, or, as Llama 4's, gets rows for all of them."""
+    return _told(module) or len(_names(type(module).forward)) == 1
+
+
 def is_moe(module: nn.Module) -> bool:
     """Whether it looks like a MoE layer, or a part of one, from outside."""
     return "experts" in module._modules or _told(module) or type(module).__name__.endswith(("MoE", "Moe"))
@@ -281,7 +316,11 @@ def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Calla
                 refused = f" (its own forward on a probe: {type(problem).__name__}: {problem})"
                 continue
             if _close(function(module, *arguments.values(), **options), want):
-                return slot, function, options
+                problem = trials.differs(module, slot, function, options, arguments, TOKENS)
+                if not problem:
+                    return slot, function, options
+                refused = f" ({problem})"
+                continue
             blank = blank or not _close(want, want)  # zeros or NaN: FSDP's processes but the first have no weights yet
         if away or (blank and twin):
             asked = routers.random_twin(module)
@@ -299,16 +338,39 @@ def _find(module: nn.Module, fuse_routers: bool, twin: bool) -> tuple[str, Calla
     return None
 
 
-def patch(model: nn.Module, fuse_routers: bool) -> bool:
-    """Put seams into model. Whether it has any now, besides those of routers."""
+_PLAIN = int, float, bool, str, FunctionType, BuiltinFunctionType
+
+
+def _kind(module: nn.Module, whole: bool, known: dict[int, tuple]) -> tuple:
+    """What modules that compute the same have in common: class and numbers; whole: functions and sizes too, and those of its parts."""
+    kinds = _PLAIN if whole else _PLAIN[:4]
+    own = {n: v for n, v in vars(module).items() if type(v) in kinds and n not in ("layer_idx", "training", "forward", "_old_forward")}
+    key: tuple = type(module), *own.items()
+    if not whole:
+        return key
+    if id(module) not in known:
+        parts = [(n, _kind(m, True, known)) for n, m in module._modules.items() if m is not None]
+        sizes = [(n, tuple(t.shape)) for n, t in module._parameters.items() if t is not None]
+        listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        known[id(module)] = (*key, *sizes, frozenset(kind for _, kind in parts) if listed else tuple(parts))
+    return known[id(module)]
+
+
+def candidates(model: nn.Module, fuse_routers: bool) -> Iterator[tuple[nn.Module, nn.Module, tuple[str, Callable, dict] | None]]:
+    """Every module that has no seam yet, the one of its kind that was tried out, and what ``find`` said of that."""
     found: dict[tuple, tuple] = {}
+    parts: dict[int, tuple] = {}
     for module in list(model.modules()):
         if layers.is_v5_experts(module) or any(isinstance(v, Bound) for v in vars(module).values()):
             continue
-        own = {n: v for n, v in vars(module).items() if type(v) in (int, float, bool, str) and n not in ("layer_idx", "training")}
-        if (key := (type(module), *own.items())) not in found:
+        if (key := _kind(module, is_moe(module) or hasattr(module, "top_k"), parts)) not in found:
             found[key] = module, find(module, fuse_routers)
-        first, seam = found[key]
+        yield module, *found[key]
+
+
+def patch(model: nn.Module, fuse_routers: bool) -> bool:
+    """Put seams into model. Whether it has any now, besides those of routers."""
+    for module, first, seam in candidates(model, fuse_routers):
         if seam:
             _put(module, *seam)
         elif is_moe(module):

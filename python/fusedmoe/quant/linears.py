@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised Linears of experts in a ModuleList: read where they are (bitsandbytes), or taken over (GPTQ, AWQ, compressed-tensors), with
-the bytes that came in ``state_dict``."""
+"""Quantised Linears of experts in a ModuleList: read where they are (bitsandbytes), taken over (GPTQ, AWQ, compressed-tensors), with the
+bytes that came in ``state_dict``, or made of plain ones (``fusedmoe.quantize``)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..integrations.log import say_once
-from . import foreign
+from . import foreign, state
 from .foreign import Layout
 from .formats import FP4, HIGH_FIRST, NF4, S8, Format
 from .tensor import QuantTensor
@@ -76,11 +76,12 @@ def weight_of(linear: Any) -> QuantTensor | None:
     return held.tensor
 
 
-# ---- GPTQ, AWQ, compressed-tensors: taken over ----------------------------------------------------------------------------------
+# ---- GPTQ, AWQ, compressed-tensors: taken over; plain ones: quantised --------------------------------------------------------------------
 class QuantLinear(nn.Linear):
-    """A Linear whose weight is a QuantTensor, in the place of another's. Its state_dict is that of the other one."""
+    """A Linear whose weight is a QuantTensor. Its state_dict is that of the one whose place it took (how), or, where that was plain (None),
+    has codes under the name of the weight, and scales beside it."""
 
-    def __init__(self, weight: QuantTensor, how: Layout, version: int = 1) -> None:
+    def __init__(self, weight: QuantTensor, how: Layout | None = None, version: int = 1) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.weight, self.how, self.version = nn.Parameter(weight, requires_grad=False), how, version
@@ -90,20 +91,35 @@ class QuantLinear(nn.Linear):
         return F.linear(input, self.weight.to(input.dtype) if input.dtype != self.weight.dtype else self.weight)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.weight.format.name} as {self.how.kind}"
+        return f"{super().extra_repr()}, {self.weight.format.name}{f' as {self.how.kind}' if self.how else ''}"
+
+    def _held(self) -> dict[str, Tensor]:
+        return foreign.write(self.weight, self.how) if self.how else state.write("weight", self.weight)
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        destination |= {prefix + name: t for name, t in foreign.write(self.weight, self.how).items()}
+        destination |= {prefix + name: t for name, t in self._held().items()}
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: Any, strict: bool, missing_keys: list,
                               unexpected_keys: list, error_msgs: list) -> None:  # fmt: skip
-        names = foreign.write(self.weight, self.how)
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
-        if missing:
-            missing_keys += missing
-            return
-        given = {name: state_dict[prefix + name].clone() for name in names}
-        q, how = foreign.read(given, self.weight.dtype, (self.weight.format.rows, self.weight.format.cols), self.version)
+        how, q, given = self.how, None, {}
+        if self.how is None or f"{prefix}weight.quant" in state_dict:  # of any of our formats
+            parts = {part: state_dict[key].clone() for part in state.PARTS if (key := f"{prefix}weight.{part}") in state_dict}
+            if f"{prefix}weight" not in state_dict:
+                missing_keys.append(f"{prefix}weight")
+                return
+            try:
+                how, q = None, state.read(state_dict[f"{prefix}weight"].clone(), **parts)
+            except ValueError as problem:
+                error_msgs.append(f"{prefix}weight: {problem}")
+                return
+        else:
+            names = self._held()
+            missing = [prefix + name for name in names if prefix + name not in state_dict]
+            if missing:
+                missing_keys += missing
+                return
+            given = {name: state_dict[prefix + name].clone() for name in names}
+            q, how = foreign.read(given, self.weight.dtype, (self.weight.format.rows, self.weight.format.cols), self.version)
         if q.shape != self.weight.shape:
             error_msgs.append(f"{prefix}weight is {list(q.shape)}, expected {list(self.weight.shape)}")
             return
@@ -199,6 +215,55 @@ def adopt(model: nn.Module) -> int:
                 m[name] = QuantLinear(q, how, version[name])
         found += 1
     return found
+
+
+def quantise(experts: nn.Module, format: str) -> None:
+    """Turn the plain Linears of a list of experts, also those inside PEFT's, into quantised ones."""
+    from ..integrations.layers import list_names
+
+    for expert in experts.children():
+        for name in list_names(experts) or ():
+            holder, key = expert, name
+            while isinstance(inside := holder._modules.get(key), nn.Module) and "base_layer" in inside._modules:
+                holder, key = inside, "base_layer"
+            if type(inside) is nn.Linear:
+                holder._modules[key] = QuantLinear(matrix(inside.weight, format)).train(inside.training)
+
+
+def matrix(w: Tensor, format: str) -> QuantTensor:
+    """A weight [N,K], quantised."""
+    return QuantTensor.from_weights(w.detach().unsqueeze(0), format).expert(0)
+
+
+def made_here(model: nn.Module) -> list[tuple[nn.Module, str, QuantTensor]]:
+    """The Linears of experts in lists that ``fusedmoe.quantize`` made: the expert, the name in it, the weight."""
+    found = []
+    for experts, names in _lists(model):
+        for expert, name in ((expert, name) for expert in experts.children() for name in names):
+            inside = expert._modules.get(name)
+            while isinstance(inside, nn.Module) and "base_layer" in inside._modules:
+                inside = inside._modules["base_layer"]
+            if type(inside) is QuantLinear and inside.how is None:
+                found.append((expert, name, inside.weight))
+    return found
+
+
+def is_listed(model: nn.Module, path: str) -> bool:
+    """Whether this is a Linear of an expert in a list, which can be quantised."""
+    from ..integrations.layers import list_names
+
+    *block, experts, _, name = ["", "", "", *path.split(".")]
+    if experts != "experts" or type(linear := model.get_submodule(path)) is not nn.Linear or linear._parameters.get("bias") is not None:
+        return False
+    return name in (list_names(model.get_submodule(".".join((*filter(None, block), experts)))) or ())
+
+
+def wrap(model: nn.Module) -> None:
+    """Put a QuantLinear in the place of every Linear whose weight is quantised."""
+    for module in list(model.modules()):
+        for name, child in list(module._modules.items()):
+            if type(child) is nn.Linear and isinstance(child.weight, QuantTensor):
+                module._modules[name] = QuantLinear(child.weight).train(child.training)
 
 
 def release(model: nn.Module) -> None:

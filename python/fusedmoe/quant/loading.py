@@ -15,7 +15,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import keeping
+from . import keeping, linears, stacks, state
 from . import model as models
 from .formats import FORMATS, by_name
 
@@ -78,8 +78,9 @@ class _Quantise(ConversionOps):
                 inner = self.hf_quantizer.inner.get_quantize_ops()
                 made |= inner.convert({name: given}, full_layer_name=full_layer_name, model=model, **kwargs)
                 continue
-            module, leaf = found
-            made[name] = nn.Parameter(models.quantised(module, leaf, value, self.hf_quantizer.config.format), requires_grad=False)
+            (module, leaf), format = found, self.hf_quantizer.config.format
+            q = linears.matrix(value, format) if type(module) is nn.Linear else stacks.quantised(module, leaf, value, format)
+            made[name] = nn.Parameter(q, requires_grad=False)
         return made
 
 
@@ -94,7 +95,7 @@ class _Join(ConversionOps):
         if [*parts] == ["codes"] and parts["codes"].is_floating_point():  # a stack that was skipped
             return {full_layer_name: parts["codes"]}
         try:
-            made = models.from_state(parts.pop("codes", torch.empty(0, dtype=torch.uint8)), **parts)
+            made = state.read(parts.pop("codes", torch.empty(0, dtype=torch.uint8)), **parts)
         except ValueError as problem:
             raise ValueError(f"{full_layer_name}: {problem}") from problem
         module, _, leaf = full_layer_name.rpartition(".")
@@ -105,7 +106,19 @@ class _Join(ConversionOps):
 
 def _part(pattern: str) -> str:
     last = pattern.removesuffix("$").rsplit(".", 1)[-1]
-    return last if last in models.PARTS else "codes"
+    return last if last in state.PARTS else "codes"
+
+
+def _owner(path: str, name: str) -> tuple[str, str]:
+    """A parameter's name in checkpoints, as a pattern, and in a model, from its module's name on."""
+    owner = path.rsplit(".", 1)[-1]
+    return rf"\.{owner}\.{name}", f".{owner}.{name}"
+
+
+def _of_list(path: str) -> tuple[str, str]:
+    """The same of the weight of a Linear of any expert in a list."""
+    experts, _, name = path.split(".")[-3:]
+    return rf"\.{experts}\.(\d+)\.{name}\.weight", rf".{experts}.\1.{name}.weight"
 
 
 class Quantizer(HfQuantizer):
@@ -119,7 +132,8 @@ class Quantizer(HfQuantizer):
         self.keeps = quantization_config.stored is not None
         if self.config.format in (None, STORED) and not self.keeps and not self.pre_quantized:
             raise ValueError(f"QuantConfig(): the checkpoint is not quantised; expected a format: {', '.join(FORMATS)}")
-        self.names, self.decoded, self.block, self._found = models.NAMES, False, (128, 128), {}
+        self.names, self.decoded, self.block = stacks.NAMES, False, (128, 128)
+        self._found: dict[str, tuple[str, ...]] = {}  # the names of a module's stacks
         self.inner: Any = None
         if self.keeps:
             if not hasattr(HfQuantizer, "serialized_names"):
@@ -131,14 +145,14 @@ class Quantizer(HfQuantizer):
 
     # ---- which parameters ------------------------------------------------------------------------------------------------
     def stack_of(self, model: Any, name: str) -> tuple[nn.Module, str] | None:
-        """The experts module and the name in it, where a parameter is a stack of ours."""
+        """The module and the name in it, where a parameter is a stack of ours, or of a Linear in a list of experts."""
         path, _, leaf = name.rpartition(".")
-        if leaf not in models.NAMES or any(word in path for word in self.config.skip):
+        if any(word in path for word in self.config.skip):
             return None
+        module = model.get_submodule(path)
         if path not in self._found:
-            module = model.get_submodule(path)
-            self._found[path] = module if models.can_be_quantised(module) else None
-        return (self._found[path], leaf) if self._found[path] is not None else None
+            self._found[path] = ("weight",) if linears.is_listed(model, path) else (*stacks.forms(module),)
+        return (module, leaf) if leaf in self._found[path] else None
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         return self.stack_of(model, param_name) is not None or self._inner("param_needs_quantization", False, model, param_name, **kwargs)
@@ -149,7 +163,7 @@ class Quantizer(HfQuantizer):
     def param_element_size(self, model: Any, param_name: str, param: Tensor) -> float:
         """For device_map="auto"."""
         if self.config.format and self.stack_of(model, param_name):
-            return models.bytes_a_weight(self.config.format)
+            return stacks.bytes_a_weight(self.config.format)
         return self._inner("param_element_size", param.element_size(), model, param_name, param)
 
     # ---- before, while and after loading -----------------------------------------------------------------------------------
@@ -166,7 +180,8 @@ class Quantizer(HfQuantizer):
         return self._inner("update_dtype", dtype, dtype)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.owners = sorted({path.rsplit(".", 1)[-1] for path, m in model.named_modules() if models.can_be_quantised(m)})
+        self.owners = sorted({_owner(path, name) for path, m in model.named_modules() for name in stacks.forms(m)})
+        self.owners += sorted({_of_list(path) for path, m in model.named_modules() if linears.is_listed(model, path)})
         if not self.owners:
             raise ValueError(f"QuantConfig: {type(model).__name__} has no stacked experts that fusedmoe knows")
         self._inner("_process_model_before_weight_loading", None, model, **kwargs)
@@ -182,15 +197,14 @@ class Quantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list:
         found = self._inner("get_weight_conversions", [])
-        for owner in self.owners if self.pre_quantized else ():
-            for name in models.NAMES:
-                of = rf"\.{owner}\.{name}"
-                sources = [rf"{of}{part}$" for part in ("", *(rf"\.{part}" for part in models.PARTS))]
-                found = [WeightConverter(sources, f".{owner}.{name}", [_Join(self)]), *found]
+        for source, target in self.owners if self.pre_quantized else ():
+            sources = [rf"{source}{part}$" for part in ("", *(rf"\.{part}" for part in state.PARTS))]
+            found = [WeightConverter(sources, target, [_Join(self)]), *found]
         return found
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._inner("_process_model_after_weight_loading", None, model, **kwargs)
+        linears.wrap(model)
         models.watch(model)
         mark(model, self)
         from ..integrations.transformers import apply
@@ -226,7 +240,7 @@ class Quantizer(HfQuantizer):
 def _undone(conversion: Any) -> bool:
     """Whether ``save_pretrained`` should not undo it: it makes stacks of experts, or a quantizer decodes by it."""
     operations = getattr(conversion, "operations", ())
-    of_experts = any(t.rsplit(".", 1)[-1] in models.NAMES for t in conversion.target_patterns)
+    of_experts = any(t.rsplit(".", 1)[-1] in stacks.NAMES for t in conversion.target_patterns)
     return bool(operations) and (of_experts or any(getattr(op, "hf_quantizer", None) is not None for op in operations))
 
 

@@ -4,6 +4,7 @@ with it is done with the weights, decoded for that operation alone."""
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,11 +12,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from .. import _core
-from .formats import E2M1, E4M3, E4M3_SCALE, E8M0, FP4, HALVES, HIGH_FIRST, NF4, Format, by_name
+from .formats import E2M1, E4M3, E4M3_SCALE, E8M0, FP4, HALVES, HIGH_FIRST, NF4, S8, Format, by_name
 
 _aten = torch.ops.aten
 _FLOATS = torch.float32, torch.bfloat16, torch.float16
-_AT_ONCE = 16  # experts that pass the CPU at a time, of a stack on a device
+_AT_ONCE = 16  # experts that pass the CPU at a time, of a stack on a device where the library makes no codes
+
+
+@cache
+def _converts_on(device: torch.device) -> bool:
+    """Whether the library makes and decodes codes there: the CPU, and CUDA where its backend is there. The bytes are the same."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    codes, scale = (torch.empty(1, 1, n, dtype=t, device=device) for n, t in ((1, torch.uint8), (1, torch.float32)))
+    try:
+        _core.quantize(False, scale, codes, (S8, 0, 1, 0, 0, 0.0, scale.clone(), None, None))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _bytes(t: Tensor) -> Tensor:
@@ -45,8 +59,9 @@ def _one_byte(op: str, name: str, t: Tensor, *known: str) -> None:
 
 
 class QuantTensor(Tensor):
-    """[E,N,K] (or one matrix, [N,K]) of a floating point dtype, held as codes and scales; transposed: it says that it is [E,K,N]. Made by
-    ``from_weights`` and the other ``from_`` functions. It cannot be written to: in-place operations are errors."""
+    """[E,N,K] (or one matrix, [N,K]) of a floating point dtype, held as codes and scales; transposed: it says that it is [E,K,N]. One of E
+    matrices may say that it is [E*N,K] (``flat``). Made by ``from_weights`` and the other ``from_`` functions. It cannot be written to:
+    in-place operations are errors."""
 
     codes: Tensor
     scale: Tensor
@@ -77,10 +92,10 @@ class QuantTensor(Tensor):
         scale = torch.empty((E, *format.grid(N, K)), dtype=format.scale_dtype, device=w.device)
         scale2 = torch.tensor([format.scale2], device=w.device) if format.scale2 else None
         made = cls(codes, scale, format, w.shape, w.dtype, scale2)
-        if w.is_cpu:
+        if _converts_on(w.device):
             _core.quantize(False, w.detach().resolve_neg().contiguous(), codes, made.descriptor())
             return made
-        for e in range(0, E, _AT_ONCE):  # the library makes codes on the CPU
+        for e in range(0, E, _AT_ONCE):
             here, own = made.experts(e, e + _AT_ONCE), cls.from_weights(w.detach()[e : e + _AT_ONCE].cpu(), format)
             here.codes.copy_(own.codes)
             here.scale.copy_(own.scale)
@@ -189,7 +204,7 @@ class QuantTensor(Tensor):
         dtype = dtype or self.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return self.dequantize(torch.float32).to(dtype)
-        if not self.codes.is_cpu:  # the library decodes into tensors on the CPU; a layer on the device decodes by itself
+        if not _converts_on(self.codes.device):
             if self.dim() != 3:
                 return self.map(Tensor.cpu).dequantize(dtype).to(self.codes.device)
             parts = [self.experts(e, e + _AT_ONCE).map(Tensor.cpu) for e in range(0, self.shape[0], _AT_ONCE)]
@@ -214,13 +229,35 @@ class QuantTensor(Tensor):
         more = parts.get("scale2"), parts.get("zeros"), self.transposed
         return QuantTensor(parts["codes"], parts["scale"], self.format, shape, dtype or self.dtype, *more)
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether it is a stack that says it is one matrix."""
+        return self.dim() == 2 and self.codes.dim() == 3
+
+    @property
+    def rows(self) -> int:
+        """How many of its first dimension are one expert's."""
+        return self.shape[0] // len(self.codes) if self.is_flat and len(self.codes) else 1
+
     def experts(self, start: int, end: int) -> "QuantTensor":
         """Those of a stack from start to end, as views."""
-        if self.dim() != 3:
+        if self.dim() != 3 and not self.is_flat:
             raise ValueError(f"QuantTensor.experts: it is {list(self.shape)}, expected a stack [E, N, K]")
-        E = self.shape[0]
+        E = len(self.codes)
         cut = {name: t if name == "scale2" and len(t) != E else t[start:end] for name, t in self.parts().items()}
-        return self._with(cut, torch.Size((len(cut["codes"]), *self.shape[1:])))
+        return self._with(cut, torch.Size((len(cut["codes"]) * self.rows, *self.shape[1:])))
+
+    def expert(self, e: int) -> "QuantTensor":
+        """One matrix of a stack [E,N,K], as a view."""
+        E = len(self.codes)
+        cut = {name: t[e] for name, t in self.parts().items() if name != "scale2"}
+        if self.scale2 is not None:
+            cut["scale2"] = self.scale2 if len(self.scale2) != E else self.scale2[e : e + 1]
+        return self._with(cut, self.shape[1:])
+
+    def flat(self) -> "QuantTensor":
+        """A stack [E,N,K] that says that it is [E*N,K]; without a copy."""
+        return self._with(self.parts(), torch.Size((self.shape[0] * self.shape[1], self.shape[2])))
 
     def chosen(self, experts: list[int]) -> "QuantTensor":
         """These of a stack, copied, each with a second scale of its own."""
@@ -246,9 +283,10 @@ class QuantTensor(Tensor):
     # FSDP2 (torch.distributed.fsdp.fully_shard): a rank holds the codes and scales of its experts, and gathers those of all
     def fsdp_pre_all_gather(self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any) -> tuple[tuple, Any]:
         """What is gathered, and what is known without."""
-        if outer_size[0] % mesh.size():
-            raise NotImplementedError(f"fully_shard: {self!r} of {outer_size[0]} experts over {mesh.size()} ranks; expected a multiple")
-        shared = self.scale2 if self.scale2 is not None and len(self.scale2) != self.shape[0] else None
+        if outer_size[0] // self.rows % mesh.size():
+            E = outer_size[0] // self.rows
+            raise NotImplementedError(f"fully_shard: {self!r} of {E} experts over {mesh.size()} ranks; expected a multiple")
+        shared = self.scale2 if self.scale2 is not None and len(self.scale2) != len(self.codes) else None
         parts = {name: t for name, t in self.parts().items() if name != "scale2" or shared is None}
         return tuple(parts.values()), (list(parts), shared)
 
@@ -258,7 +296,7 @@ class QuantTensor(Tensor):
             return None
         names, shared = known
         parts = dict(zip(names, outputs)) | ({"scale2": shared} if shared is not None else {})
-        return self._with(parts, torch.Size((len(parts["codes"]), *self.shape[1:])), dtype), ()
+        return self._with(parts, torch.Size((len(parts["codes"]) * self.rows, *self.shape[1:])), dtype), ()
 
     # What torch.compile reads it by
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -309,14 +347,27 @@ def _copy(t: QuantTensor, source: Tensor, non_blocking: bool = False) -> QuantTe
 
 
 def _transpose(t: QuantTensor, a: int, b: int) -> QuantTensor | None:
-    return t.turned() if {a % t.dim(), b % t.dim()} == {t.dim() - 2, t.dim() - 1} else None
+    return t.turned() if not t.is_flat and {a % t.dim(), b % t.dim()} == {t.dim() - 2, t.dim() - 1} else None
+
+
+def _by_expert(t: QuantTensor, dim: int, *at: int) -> bool:
+    """Whether a cut of this dimension, here, is between experts."""
+    return (t.dim() == 3 or t.is_flat) and not dim % t.dim() and not any(n % t.rows for n in at)
 
 
 def _slice(t: QuantTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> QuantTensor | None:
-    if t.dim() != 3 or dim % 3 or step != 1:
-        return None
     start, end, _ = slice(start, end).indices(t.shape[0])
-    return t.experts(start, end)
+    if not _by_expert(t, dim, start, end) or step != 1:
+        return None
+    return t.experts(start // t.rows, end // t.rows)
+
+
+def _select(t: QuantTensor, dim: int, index: int) -> QuantTensor | None:
+    return t.expert(range(len(t.codes))[index]) if t.dim() == 3 and not dim % 3 else None
+
+
+def _unbind(t: QuantTensor, dim: int = 0) -> list[QuantTensor] | None:
+    return [t.expert(e) for e in range(len(t.codes))] if t.dim() == 3 and not dim % 3 else None
 
 
 def _empty_like(t: QuantTensor, **kwargs: Any) -> QuantTensor | None:
@@ -325,22 +376,28 @@ def _empty_like(t: QuantTensor, **kwargs: Any) -> QuantTensor | None:
 
 
 def _split(t: QuantTensor, size: int, dim: int = 0) -> list[QuantTensor] | None:
-    return [t.experts(at, at + size) for at in range(0, t.shape[0], size)] if t.dim() == 3 and not dim % 3 else None
+    if not _by_expert(t, dim, size):
+        return None
+    return [t.experts(at // t.rows, (at + size) // t.rows) for at in range(0, t.shape[0], size)]
 
 
 def _new_zeros(t: QuantTensor, size: Any, **kwargs: Any) -> QuantTensor | None:
     """Of other numbers of experts; their scales are 0."""
-    if t.dim() != 3 or len(size) != 3 or tuple(size[1:]) != tuple(t.shape[1:]) or kwargs.get("dtype") not in (None, t.dtype):
+    fits = _by_expert(t, 0, size[0]) and tuple(size[1:]) == tuple(t.shape[1:])
+    if not fits or kwargs.get("dtype") not in (None, t.dtype):
         return None
-    shared = t.scale2 is not None and len(t.scale2) != t.shape[0]
-    made = {name: part.new_zeros((size[0], *part.shape[1:]), device=kwargs.get("device")) for name, part in t.parts().items()}
+    shared, E = t.scale2 is not None and len(t.scale2) != len(t.codes), size[0] // t.rows
+    made = {name: part.new_zeros((E, *part.shape[1:]), device=kwargs.get("device")) for name, part in t.parts().items()}
     return t._with(made | ({"scale2": t.scale2} if shared else {}), torch.Size(size))
 
 
 def _same_shape(t: QuantTensor, size: Any, *_: Any) -> QuantTensor | None:
-    """Of view and as_strided; FSDP2 makes a flat one, which it does not read."""
+    """Of view and as_strided; FSDP2 makes a line of it, which it does not read, and DBRX a stack of what is flat."""
     if tuple(size) in ((-1,), (t.numel(),)):
         return t._with(t.parts(), torch.Size((t.numel(),)))
+    stack = len(t.codes), t.rows, t.shape[-1]
+    if t.is_flat and len(size) == 3 and all(n in (-1, own) for n, own in zip(size, stack)):
+        return t._with(t.parts(), torch.Size(stack))
     return t.map(lambda part: part) if tuple(size) == tuple(t.shape) else None
 
 
@@ -357,6 +414,8 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
     _aten.transpose.int: _transpose,
     _aten.slice.Tensor: _slice,
+    _aten.select.int: _select,
+    _aten.unbind.int: _unbind,
 }
 
 

@@ -17,7 +17,7 @@
 #include "error.h"
 #include "fusedmoe.h"
 
-#define FMOE_BACKEND_VERSION 11u /* changes with any struct in this file, device.h or fusedmoe.h */
+#define FMOE_BACKEND_VERSION 12u /* changes with any struct in this file, device.h or fusedmoe.h */
 
 typedef struct fmoe_plan_impl fmoe_plan_impl;
 
@@ -56,6 +56,10 @@ typedef struct fmoe_backend {
     fmoe_status (*packed_check)(const fmoe_plan_impl *p, const char *name, const void *packed, size_t bytes);
 
     const struct fmoe_device_ops *device; /* of expert parallelism (device.h), or NULL */
+
+    /* fmoe_quantize and fmoe_dequantize, whose arguments are checked, on the device of a->w; NULL: none. */
+    fmoe_status (*quantize)(const fmoe_quant_args *a);
+    fmoe_status (*dequantize)(const fmoe_quant_args *a);
 } fmoe_backend;
 
 /* A plan inside the library. d is the caller's description with defaults filled in (device.type is never 0,
@@ -84,10 +88,6 @@ fmoe_status fmoe_backend_find(fmoe_device device, int32_t dtype, const fmoe_back
 extern const fmoe_backend fmoe_backend_cpu;       /* cpu/backend.c: f32, bf16, f16 */
 extern const fmoe_backend fmoe_backend_reference; /* cpu/ref/ref.c: f64, the specification */
 extern const fmoe_backend fmoe_backend_ascend;    /* ascend/ascend.c */
-
-/* cpu/ops/quantize.c: fmoe_quantize and fmoe_dequantize, whose arguments are checked. */
-void fmoe_cpu_quantize(const fmoe_quant_args *a);
-void fmoe_cpu_dequantize(const fmoe_quant_args *a);
 
 /* One-line text on each backend for fmoe_info(): what was found, or what is missing. */
 size_t fmoe_cpu_info(char *text, size_t n);

@@ -94,13 +94,11 @@ fmoe_status fmoe_quant_args_of(fmoe_checker *c, const fmoe_quant_matrix *m, fmoe
 /* ---- weights to codes, and back ---- */
 
 static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmoe_quant_args *copy,
-                                    const fmoe_quant_args **a)
+                                    const fmoe_quant_args **a, const fmoe_backend **backend)
 {
     static const fmoe_quant_names names = FMOE_QUANT_NAMES("quant");
-    const fmoe_plan_impl plan = {
-        .d = {.device = {FMOE_CPU, 0}, .dtype = FMOE_F32}}; /* none: only what checks ask for */
+    fmoe_plan_impl plan = {.d = {.dtype = FMOE_F32}}; /* none: only what checks ask for */
     const void *read;
-    fmoe_checker c = fmoe_checker_begin(&plan);
     fmoe_arg args[5];
     int n = 2;
     if (!given) return fmoe_fail(FMOE_ERR_NULL, "fmoe_quant_args is NULL");
@@ -109,6 +107,14 @@ static fmoe_status check_conversion(const fmoe_quant_args *given, bool back, fmo
     const fmoe_tensor *w = (*a)->w;
     const fmoe_quant *q = (*a)->quant;
     if (!w || !q) return fmoe_fail(FMOE_ERR_NULL, "%s is NULL", w ? "quant" : "w");
+    plan.d.device = w->device;
+    FMOE_TRY(fmoe_backend_find(w->device, FMOE_F32, backend));
+    if (!(*backend)->quantize)
+        return fmoe_fail(
+            FMOE_ERR_UNSUPPORTED,
+            "w is on device type %d (%s): weights are quantised and decoded on the CPU (1) and on CUDA (2)",
+            w->device.type, (*backend)->name);
+    fmoe_checker c = fmoe_checker_begin(&plan);
     c.size[AXIS_E] = c.size[AXIS_N] = c.size[AXIS_K] = -1;
     args[0] =
         (fmoe_arg){"w", w, back ? ARG_OUT : ARG_IN, TYPE_F32 | TYPE_16BIT, LAYOUT_ROWS, {AXIS_E, AXIS_N, AXIS_K}, 0};
@@ -135,18 +141,18 @@ fmoe_status fmoe_quantize(const fmoe_quant_args *given)
 {
     fmoe_quant_args copy;
     const fmoe_quant_args *a;
-    FMOE_TRY(check_conversion(given, false, &copy, &a));
-    fmoe_cpu_quantize(a);
-    return FMOE_OK;
+    const fmoe_backend *backend;
+    FMOE_TRY(check_conversion(given, false, &copy, &a, &backend));
+    return backend->quantize(a);
 }
 
 fmoe_status fmoe_dequantize(const fmoe_quant_args *given)
 {
     fmoe_quant_args copy;
     const fmoe_quant_args *a;
-    FMOE_TRY(check_conversion(given, true, &copy, &a));
-    fmoe_cpu_dequantize(a);
-    return FMOE_OK;
+    const fmoe_backend *backend;
+    FMOE_TRY(check_conversion(given, true, &copy, &a, &backend));
+    return backend->dequantize(a);
 }
 
 /* ---- foreign packings: a nibble at a time, for they are repacked once ---- */

@@ -54,15 +54,21 @@ second_lane() {
     [ $full = 1 ] || return 0
     if [ $released = 0 ]; then suite ascend-torch tests/ascend/run_torch.sh test "$build"; fi
     if command -v nvcc >/dev/null; then
-        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda test_ep_cuda test_cuda_sim check_cuda_sim test_ep_cuda_sim"; then
+        if make_variant cuda "$build/cuda" "fusedmoe_cuda test_tune test_driver test_launches check_cuda test_ep_cuda test_quantise_cuda test_cuda_sim check_cuda_sim test_ep_cuda_sim test_quantise_cuda_sim"; then
             suite cuda-tune "$build/cuda/tests/cuda/test_tune"
             suite cuda-launches "$build/cuda/tests/cuda/test_launches" tests/cuda/launches.txt
             suite cuda-old-driver "$build/cuda/tests/cuda/test_driver" "$root/cuda/libfusedmoe_cuda.so" "$root/cuda/tests/cuda/old_driver/libcuda.so"
             suite cuda-old-ptxas tests/cuda/old_ptxas.sh "$build/cuda/old-ptxas"
             suite cuda-ep "$build/cuda/tests/cuda/test_ep_cuda"
+            suite cuda-quantise "$build/cuda/tests/cuda/test_quantise_cuda"
             suite cuda-check "$build/cuda/tests/cuda/check_cuda" "$root/cuda/libfusedmoe_cuda.so" 1
             suite cuda-sim "$build/cuda/tests/cuda_sim/test_cuda_sim"
             suite cuda-sim-ep env FMOE_EP_DRAWS=2 "$build/cuda/tests/cuda_sim/test_ep_cuda_sim"
+            for cc in 80 90; do
+                suite "cuda-sim-quantise-$cc" env FMOE_SIM_CC=$cc "$build/cuda/tests/cuda_sim/test_quantise_cuda_sim" --seed "$seed"
+            done
+            suite cuda-sim-inside env FMOE_SIM_CC=90 FMOE_CHECK_MOST=4e6 \
+                "$build/cuda/tests/cuda_sim/check_cuda_sim" "$root/cuda/tests/cuda_sim/libfusedmoe_cuda.so" "$seed" 5 inside
             for cc in 80 86 90; do # small layers: kernels of 8.x, with less shared memory, and Hopper's
                 suite "cuda-sim-check-$cc" env FMOE_SIM_CC=$cc FMOE_SIM_SEED="$seed" FMOE_CHECK_MOST=4e5 \
                     "$build/cuda/tests/cuda_sim/check_cuda_sim" "$root/cuda/tests/cuda_sim/libfusedmoe_cuda.so" "$seed" 4

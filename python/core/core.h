@@ -107,6 +107,9 @@ PyObject *core_repack(PyObject *self, PyObject *const *args, Py_ssize_t n);
 
 /* ---- run.c ---- */
 
+/* The stream that torch uses now, where the tensors are on a CUDA device; -1: an exception is set. */
+int torch_stream(const call *c, void **stream);
+
 PyObject *core_run(PyObject *self, PyObject *const *args, Py_ssize_t n_args);
 int core_add_ops(PyObject *module); /* a constant for each operation, and `passes`: 0 forward, 1 backward */
 /* Weights of a layer (grads: their gradients, which are written) out of a list; form: LIST and the like, run.c. */

@@ -266,16 +266,9 @@ static int take_quants(call *c, PyObject *quants, fmoe_weights *w)
     return 0;
 }
 
-/* The stream that torch uses now, of a device; -1: an exception is set. */
 static int take_stream(const call *c, void **stream)
 {
-    if (c->device.type == FMOE_ASCEND) return npu_drained_stream(c->device.id, stream);
-    if (c->device.type != FMOE_CUDA) return 0;
-    if (c->api && c->api->current_stream) return c->api->current_stream(c->device.type, c->device.id, stream) ? -1 : 0;
-    PyErr_SetString(PyExc_RuntimeError,
-                    "fusedmoe: this torch does not tell its CUDA stream: expert parallelism on CUDA "
-                    "needs torch 2.10 or newer");
-    return -1;
+    return c->device.type == FMOE_ASCEND ? npu_drained_stream(c->device.id, stream) : torch_stream(c, stream);
 }
 
 /* ep_forward(layer, form, inference, x, ids, p, w, out, dropped, scale1, scale2, quants): the call that the backward

@@ -55,8 +55,8 @@ PyObject *core_quantize(PyObject *self, PyObject *const *args, Py_ssize_t n)
     c.op = "quantize", c.argument = "w";
     fmoe_quant_args a = {.size = sizeof a};
     fmoe_status s = FMOE_OK;
-    const bool taken =
-        (a.w = take(&c, args[1], AS_IS)) && (a.codes = take(&c, args[2], AS_IS)) && !take_quant(&c, args[3], &a.quant);
+    const bool taken = (a.w = take(&c, args[1], AS_IS)) && (a.codes = take(&c, args[2], AS_IS)) &&
+                       !take_quant(&c, args[3], &a.quant) && !torch_stream(&c, &a.stream);
     if (taken) {
         Py_BEGIN_ALLOW_THREADS
         s = back ? fmoe_dequantize(&a) : fmoe_quantize(&a);

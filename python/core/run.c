@@ -266,6 +266,14 @@ static int take_workspace(call *c, const op_entry *op, fmoe_plan plan, PyObject 
     return 0;
 }
 
+int torch_stream(const call *c, void **stream)
+{
+    if (c->device.type != FMOE_CUDA) return 0;
+    if (c->api && c->api->current_stream) return c->api->current_stream(c->device.type, c->device.id, stream) ? -1 : 0;
+    PyErr_Format(PyExc_RuntimeError, "fusedmoe: %s: this torch does not tell its CUDA stream; torch 2.10 does", c->op);
+    return -1;
+}
+
 static int take_stream(const call *c, PyObject *given, fmoe_run *run)
 {
     if (given != Py_None) {
@@ -273,11 +281,7 @@ static int take_stream(const call *c, PyObject *given, fmoe_run *run)
         return PyErr_Occurred() ? -1 : 0;
     }
     if (c->device.type == FMOE_ASCEND) return npu_stream(c->device.id, run);
-    if (c->device.type != FMOE_CUDA) return 0;
-    if (c->api && c->api->current_stream)
-        return c->api->current_stream(c->device.type, c->device.id, &run->stream) ? -1 : 0;
-    PyErr_SetString(PyExc_RuntimeError, "fusedmoe: this torch does not tell its CUDA stream; pass it");
-    return -1;
+    return torch_stream(c, &run->stream);
 }
 
 /* What the library says, in Python's words: routing weights are p there. */

@@ -87,4 +87,6 @@ const fmoe_backend fmoe_backend_cpu = {
     .packed_bytes = fmoe_cpu_packed_bytes,
     .pack = fmoe_cpu_pack,
     .packed_check = fmoe_cpu_packed_check,
+    .quantize = fmoe_cpu_quantize,
+    .dequantize = fmoe_cpu_dequantize,
 };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // backend.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
 #include "ops.cuh"
+#include "quant/inside.cuh"
 #include "sm80/product.cuh"
 #include "sm90/product.cuh"
 
@@ -70,12 +71,18 @@ static int at_most(int there, const char *name)
     return asked > 0 && asked < there ? asked : there;
 }
 
-static fmoe_status open_device(Plan *plan, int id)
+fmoe_status fmoe_cuda_there(int id)
 {
     int count = 0;
-    cudaError_t e = cudaGetDeviceCount(&count);
+    const cudaError_t e = cudaGetDeviceCount(&count);
     if (e != cudaSuccess) return runtime_missing(e);
     if (id < 0 || id >= count) return FAIL(FMOE_ERR_BACKEND, "CUDA: device %d was asked for, %d found", id, count);
+    return FMOE_OK;
+}
+
+static fmoe_status open_device(Plan *plan, int id)
+{
+    FMOE_TRY(fmoe_cuda_there(id));
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
@@ -86,6 +93,8 @@ static fmoe_status open_device(Plan *plan, int id)
     plan->shared = (size_t)at_most(shared, "FMOE_CUDA_SHARED");
     const char *const ring = getenv("FMOE_CUDA_RING"); // bytes
     plan->ring = ring && atoll(ring) > 0 ? atoll(ring) : (int64_t)62 << 20;
+    const char *const codes = getenv("FMOE_CUDA_CODES"); // inside: quant/inside.cuh
+    plan->inside = codes && !strcmp(codes, "inside");
     plan->device = id;
     plan->cc = major * 10 + minor;
     if (plan->cc < 80)
@@ -93,7 +102,7 @@ static fmoe_status open_device(Plan *plan, int id)
                     minor);
     DeviceScope scope(id);
     cudaFuncAttributes code; // a card newer than all code in the library needs a driver that translates its PTX
-    e = cudaFuncGetAttributes(&code, probe);
+    cudaError_t e = cudaFuncGetAttributes(&code, probe);
     if (e != cudaSuccess) return runtime_missing(e);
     e = cudaHostAlloc((void **)&plan->error, sizeof(DeviceError), cudaHostAllocMapped | cudaHostAllocPortable);
     if (e != cudaSuccess)
@@ -147,7 +156,8 @@ static fmoe_status plan_init(fmoe_plan_impl *p)
         plan->path = fmoe_cuda_choose_path(s, &plan->why);
         if (plan->path == FMOE_PATH_SM90) {
             DeviceScope scope(plan->device);
-            const cudaError_t e = sm90_driver() ? sm90_setup() : cudaErrorNotSupported;
+            cudaError_t e = sm90_driver() ? sm90_setup() : cudaErrorNotSupported;
+            if (e == cudaSuccess && plan->inside) e = sm90_coded_setup();
             if (e != cudaSuccess) {
                 cudaGetLastError();
                 plan->path = FMOE_PATH_SM80;
@@ -183,7 +193,7 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
 {
     const Plan *plan = plan_of(p);
     const char *dtype = p->d.dtype == FMOE_F32 ? "f32" : p->d.dtype == FMOE_BF16 ? "bf16" : "f16";
-    char line[1500];
+    char line[2000];
     int used =
         snprintf(line, sizeof line, "cuda: device %d, compute capability %d.%d, %d SMs, %s; built with CUDA %d.%d\n",
                  plan->device, plan->cc / 10, plan->cc % 10, plan->sms, dtype, CUDART_VERSION / 1000,
@@ -229,6 +239,11 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
                                 gmm ? "w" : "W1")
                      : snprintf(line + used, sizeof line - (size_t)used, "%lld bytes of a list at a time\n",
                                 (long long)plan->ring);
+        if (plan->inside && !gmm && plan->path == FMOE_PATH_SM90 && p->d.dtype == FMOE_BF16)
+            used +=
+                snprintf(line + used, sizeof line - (size_t)used,
+                         "but stacks are decoded inside the products (FMOE_CUDA_CODES) where groups are 32 or whole "
+                         "64 codes, without a tensor of zeros\n");
     }
     if (p->d.op == FMOE_OP_EXPERTS) {
         const bool lora = p->d.rank1 || p->d.rank2,
@@ -281,6 +296,8 @@ static const fmoe_backend table = {
     nullptr,
     nullptr,
     &fmoe_cuda_device,
+    quantise_stack,
+    dequantise_stack,
 };
 
 extern "C" FMOE_API const fmoe_backend *fmoe_cuda_backend(const fmoe_core *core)

@@ -145,6 +145,7 @@ struct Plan {
     int stages;    // of the fast general products
     size_t shared; // bytes that a block may have
     int64_t ring;  // and decoded experts (quant/)
+    bool inside;   // products of many rows decode codes themselves (quant/inside.cuh)
     fmoe_cuda_shape shape;
     fmoe_cuda_path path;
     const char *why;
@@ -163,6 +164,7 @@ static inline Stream stream_of(const Plan *plan, const fmoe_run *run)
 
 // Translate the state of the runtime after launches.
 fmoe_status fmoe_cuda_launched(const char *what);
+fmoe_status fmoe_cuda_there(int device); // or an error
 
 // ---- What an overlapped kernel (launch.cuh) calls ----
 //

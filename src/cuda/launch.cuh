@@ -32,6 +32,7 @@ enum When { WAITS, OVERLAPPED };
     X(SIZES,        WAITS,      false) /* of a grouped matmul */                                         \
     X(LIST,         WAITS,      false) /* pointers of a list of matrices */                              \
     X(DEQUANT,      OVERLAPPED, false) /* codes to weights, of some experts */                           \
+    X(QUANTISE,     WAITS,      false) /* weights to codes */                                            \
     X(NARROW,       OVERLAPPED, false) /* f32 factors of adapters to 16 bits */                          \
     X(GEMM,         WAITS,      false) /* sm80/gemm.cu */                                                \
     X(MMA,          OVERLAPPED, false) /* sm80/gemm_mma.cuh */                                           \

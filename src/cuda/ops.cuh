@@ -47,6 +47,8 @@ fmoe_status experts_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, si
 fmoe_status ops_bytes(const fmoe_plan_impl *p, fmoe_pass pass, int64_t T, size_t *workspace, size_t *saved);
 void gmm_carve(fmoe_carve *c, int64_t R, const fmoe_plan_impl *p); // the workspace of a grouped matmul
 
+fmoe_status quantise_stack(const fmoe_quant_args *); // quant/quantise.cu
+fmoe_status dequantise_stack(const fmoe_quant_args *);
 fmoe_status experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
 fmoe_status experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
 fmoe_status route_forward(const fmoe_plan_impl *, const fmoe_route_args *, const fmoe_run *);

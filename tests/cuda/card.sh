@@ -35,8 +35,10 @@ for path in sm90 sm80; do
         run "$path $group" env "$choice" "$check" "$library" "$seed" 10 "$group"
     done
 done
+run "sm90 inside" env FMOE_CUDA_PATH= "$check" "$library" "$seed" 10 inside
 run "sm90 quant, a small ring" env FMOE_CUDA_RING=40000 "$check" "$library" "$seed" 10 quant
 [ ! -x "$build/tests/cuda/test_ep_cuda" ] || run "expert parallelism" "$build/tests/cuda/test_ep_cuda"
+[ ! -x "$build/tests/cuda/test_quantise_cuda" ] || run "weights to codes" "$build/tests/cuda/test_quantise_cuda" --seed "$seed"
 if sanitizer=$(command -v compute-sanitizer); then
     for tool in memcheck racecheck; do
         for path in "" sm80; do

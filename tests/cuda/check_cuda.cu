@@ -77,6 +77,7 @@ int main(int argc, char **argv)
     if (want.count("big")) check_big();
     if (on("experts")) check_experts(cases);
     if (on("quant")) check_quant(cases);
+    if (on("inside")) check_inside(cases);
     if (on("gmm_quant")) check_gmm_quant(2 * cases);
     if (left_out) printf("%d cases were larger than FMOE_CHECK_MOST and not run\n", left_out);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);

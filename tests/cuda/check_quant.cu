@@ -18,6 +18,7 @@ struct QuantCase {
     bool wide;        // factors in f32
     int turned, skew; // factors stored by columns (bits); percent of ids that go to expert 0
     int format[2];    // 0: drawn, else one of the named ones
+    int second_scale; // 0: drawn, 1: none, 2: given
 };
 
 // Bytes, or numbers of any dtype, on the host and on the device.
@@ -48,6 +49,8 @@ struct Buffer {
 
 const fmoe_datatype kF32 = {2, 32, 1}, kBf16 = {4, 16, 1}, kF16 = {2, 16, 1}, kByte = {1, 8, 1};
 
+enum { INSIDE = 7 };
+
 fmoe_quant draw_meaning(int format, bool halves)
 {
     fmoe_quant q = {};
@@ -60,6 +63,18 @@ fmoe_quant draw_meaning(int format, bool halves)
         q.group_cols = coin(20) ? 0 : coin(60) ? 8 << pick(0, 4) : (int32_t)pick(1, 70);
         q.scale_type = coin() ? 0 : (int32_t)pick(1, 2);
         if ((q.code == FMOE_CODE_U4 || q.code == FMOE_CODE_S8) && coin()) q.zero = coin() ? 8 : 3.25f;
+        return q;
+    }
+    if (format == INSIDE) { // any that the products which decode take
+        static const int columns[] = {0, 32, 64, 128, 192};
+        q.code = (int32_t)pick(1, 7);
+        q.flags = (q.code >= FMOE_CODE_E2M1 && coin() ? FMOE_QUANT_HIGH_FIRST : 0) |
+                  (halves && coin() ? FMOE_QUANT_HALVES : 0);
+        q.group_rows = coin() ? 1 : coin(30) ? 0 : (int32_t)pick(1, 140);
+        q.group_cols = columns[pick(0, 4)];
+        q.scale_type = coin() ? 0 : (int32_t)pick(1, 2);
+        q.zero = q.code == FMOE_CODE_U4 ? 8.f : q.code == FMOE_CODE_S8 && coin() ? 3.25f : 0.f;
+        if (q.code == FMOE_CODE_U4 && coin(20)) q.zero = 7.5f;
         return q;
     }
     static const struct {
@@ -88,7 +103,7 @@ struct Codes {
     float lut[16];
     std::vector<float> weights;
 
-    void init(const fmoe_quant &meaning, bool is_list, int64_t e, int64_t n, int64_t k)
+    void init(const fmoe_quant &meaning, bool is_list, int64_t e, int64_t n, int64_t k, int second_scale)
     {
         q = meaning, list = is_list, E = e, N = n, K = k;
         const bool small = q.code >= FMOE_CODE_E2M1, halves = q.flags & FMOE_QUANT_HALVES;
@@ -96,7 +111,7 @@ struct Codes {
                       grid[2] = {halves ? 2 * rows : rows, q.group_cols ? fmoe_ceil_div(K, q.group_cols) : 1};
         const bool integer = q.code == FMOE_CODE_U4 || q.code == FMOE_CODE_S8,
                    has_zeros = integer && q.zero == 0 && coin();
-        const bool has2 = coin(), all2 = coin();
+        const bool has2 = second_scale ? second_scale == 2 : coin(), all2 = coin();
         const fmoe_datatype types[] = {kF32, kBf16, kF16}, type = q.scale_type ? kByte : types[pick(0, 2)],
                             zero_type = coin() ? kByte : types[pick(0, 2)];
         const int64_t pad = coin(70) ? 0 : pick(0, 9), wide = q.code == FMOE_CODE_E4M3 ? 448
@@ -200,6 +215,32 @@ QuantCase draw_few()
     return c;
 }
 
+// Sizes and formats that FMOE_CUDA_CODES=inside is made for, and with it products of more than one tile either way.
+QuantCase draw_inside()
+{
+    static const int acts[] = {0, 0, 1, 2, 3, 16, 17, 20};
+    QuantCase c = {};
+    c.dtype = FMOE_BF16;
+    c.act = acts[pick(0, 7)];
+    c.H = 64 * pick(1, coin(20) ? 9 : 4), c.I = 64 * pick(1, coin(20) ? 7 : 3);
+    c.E = coin(20) ? pick(10, 40) : pick(1, 6);
+    c.k = pick(1, 3);
+    c.T = coin(40) ? pick(129, 700) : pick(2, 200);
+    c.flags = (coin(25) ? FMOE_RECOMPUTE : 0) | (coin(25) ? FMOE_SKIP_E : 0) | (coin(30) ? FMOE_BIAS : 0) |
+              (coin(25) ? FMOE_INTERLEAVED : 0);
+    c.run_flags = (coin(20) ? FMOE_ADD_OUT : 0) | (coin(20) ? FMOE_ADD_DX : 0);
+    const int which = (int)pick(0, 5);
+    c.first = which != 0, c.second = which != 1;
+    auto rank = [] { return coin(40) ? 0 : coin(80) ? 8 * pick(1, coin(25) ? 17 : 5) : pick(1, 70); };
+    c.rank1 = rank(), c.rank2 = rank();
+    c.wide = coin();
+    c.turned = coin(20) ? (int)pick(0, 15) : 0;
+    c.skew = coin(20) ? 80 : 0;
+    for (int &f : c.format) f = coin(40) ? INSIDE : (int)pick(1, 5);
+    c.second_scale = coin(80) ? 1 : 2;
+    return c;
+}
+
 QuantCase draw()
 {
     static const int types[] = {FMOE_BF16, FMOE_BF16, FMOE_F16, FMOE_F32};
@@ -261,9 +302,9 @@ void run_case(const QuantCase &c)
     Codes codes[3];
     const bool halves = gated && !c.list && !(c.flags & FMOE_INTERLEAVED);
     const fmoe_quant meaning1 = draw_meaning(c.format[0], halves);
-    if (c.list && gated) codes[0].init(coin() ? meaning1 : draw_meaning(0, false), true, c.E, c.I, c.H);
-    codes[1].init(meaning1, c.list, c.E, c.list ? c.I : HC, c.H);
-    codes[2].init(draw_meaning(c.format[1], false), c.list, c.E, c.H, c.I);
+    if (c.list && gated) codes[0].init(coin() ? meaning1 : draw_meaning(0, false), true, c.E, c.I, c.H, c.second_scale);
+    codes[1].init(meaning1, c.list, c.E, c.list ? c.I : HC, c.H, c.second_scale);
+    codes[2].init(draw_meaning(c.format[1], false), c.list, c.E, c.H, c.I, c.second_scale);
     std::deque<Tensor> w[3];
     std::vector<fmoe_tensor> lists[3];
     for (int i = c.list && gated ? 0 : 1; i < 3; i++)
@@ -416,4 +457,21 @@ void check_quant(int cases)
     run_case(c);
     c.H = 64, c.I = 64, c.E = 1024, c.k = 3, c.T = 300, c.skew = 0, c.flags = 0;
     run_case(c);
+}
+
+void check_inside(int cases)
+{
+    setenv("FMOE_CUDA_CODES", "inside", 1);
+    for (int i = 0; i < 2 * cases; i++) run_case(draw_inside());
+    // More tokens of an expert than a tile has, more experts than the card has SMs, columns that end inside a tile.
+    QuantCase c = {};
+    c.dtype = FMOE_BF16, c.first = c.second = true, c.second_scale = 1;
+    for (int format = 1; format <= 5; format++) {
+        c.format[0] = c.format[1] = format;
+        c.H = 192, c.I = 320, c.E = 2, c.k = 1, c.T = 560, c.rank1 = c.rank2 = 16, c.wide = true;
+        run_case(c);
+        c.H = 64, c.I = 64, c.E = 150, c.k = 3, c.T = 300, c.rank1 = 72, c.rank2 = 0;
+        run_case(c);
+    }
+    unsetenv("FMOE_CUDA_CODES");
 }

@@ -5,34 +5,12 @@
  * sides see, behind a stream that is waited for). Tensors lie in managed memory too. SKIP without a card.
  *
  * FMOE_EP_DRAWS: layers of each test. */
-#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* One arena, emptied after each test. */
-static char *arena;
-static size_t arena_used;
-enum { ARENA = 1 << 29 };
-static void *arena_calloc(size_t n, size_t size)
-{
-    if (!arena) return calloc(n, size); /* no card: every test is skipped */
-    const size_t bytes = (n * size + 255) / 256 * 256;
-    if (arena_used + bytes > ARENA) abort();
-    void *p = arena + arena_used;
-    arena_used += bytes;
-    return memset(p, 0, n * size);
-}
-static void arena_free(void *p)
-{
-    if (!arena) free(p);
-    else if (p == arena) arena_used = 0; /* the first block is freed last */
-}
-#define TEST_CALLOC arena_calloc
-#define TEST_FREE arena_free
-#define TEST_DEVICE FMOE_CUDA
-
+#include "cuda/managed.h" /* before test.h */
 #include "unit/ep_layer.h"
 
 typedef struct rank_thread {
@@ -119,12 +97,6 @@ static void run_layer(const ep_layer *l, ep_rank **s, int on_device, int64_t cap
     for (int r = 0; r < l->ranks; r++) pthread_join(threads[r], NULL);
     for (int r = 0; r < l->ranks; r++) cudaStreamDestroy(t[r].stream);
     fmoe_ep_threads_destroy(&group);
-}
-
-static void need_card(void)
-{
-    int n = 0;
-    if (cudaGetDeviceCount(&n) != cudaSuccess || !n) SKIP("no CUDA device");
 }
 
 static int draws = 24;
@@ -375,13 +347,8 @@ TEST(nccl_captured_in_a_graph)
     close_nccl(&n);
 }
 
-__attribute__((constructor)) static void begin_arena(void)
+__attribute__((constructor)) static void read_draws(void)
 {
-    int n = 0;
-    if (cudaGetDeviceCount(&n) != cudaSuccess || !n) return;
-    void *p = NULL;
-    if (cudaMallocManaged(&p, ARENA, cudaMemAttachGlobal) == cudaSuccess) arena = p;
-    setenv("FMOE_CUDA_LIBRARY", FMOE_CUDA_SO, 0);
     const char *more = getenv("FMOE_EP_DRAWS");
     if (more) draws = atoi(more);
 }

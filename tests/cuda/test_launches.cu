@@ -422,6 +422,12 @@ static void named()
     experts("four tokens, NF4, rows of no whole 16 bytes",
             [](X c) { c.T = 4, c.E = 16, c.format = 1, c.H = 2056, c.inference = true; });
     experts("129 tokens, NF4", [](X c) { c.T = 129, c.E = 16, c.format = 1, c.inference = true; });
+    setenv("FMOE_CUDA_CODES", "inside", 1);
+    experts("NF4 decoded inside the products, adapters",
+            [](X c) { c.format = 1, c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
+    experts("FP8 decoded inside, biases", [](X c) { c.format = 3, c.flags = FMOE_BIAS, c.grads = DX | DP; });
+    experts("MXFP4 decoded inside, 256 tokens", [](X c) { c.format = 2, c.T = 256, c.inference = true; });
+    unsetenv("FMOE_CUDA_CODES");
     typedef Groups &G;
     gmm("grouped matmul", [](G) {});
     gmm("grouped matmul, biases, gradients of f32 that are added to",

@@ -190,6 +190,21 @@ static void box_store(warp *w, const instruction *i, uint32_t lanes)
     }
 }
 
+/* [to], [from], bytes, [barrier] */
+static void bytes_load(warp *w, const instruction *i, uint32_t lanes)
+{
+    EACH(
+        const uint32_t to = (uint32_t)(lane_value(w, i, 0, l) + (uint64_t)i->imm[0]),
+        bytes = (uint32_t)lane_value(w, i, 2, l);
+        const uint64_t from = lane_value(w, i, 1, l) + (uint64_t)i->imm[1]; if (to % 16 || from % 16 || bytes % 16)
+            sim_fault(w, i, "%u bytes from %#llx to %#x, not whole 16", bytes, (unsigned long long)from, to);
+        const found f = barrier_at(w, i, SHARED, 3, 2, l); for (uint32_t n = 0; n < bytes; n += 16) {
+            races_touch(w, i, w->b, to + n, 16, WRITE);
+            memcpy(sim_shared(w, i, w->b, to + n, 16, l), sim_address(w, i, GLOBAL, from + n, 16, l), 16);
+        } f.m->bytes -= (int32_t)bytes;
+        races_mbarrier_arrive(w, f.b, f.at); complete(f));
+}
+
 #define LOAD(d) "cp.async.bulk.tensor." d ".shared::cluster.global.tile.mbarrier::complete_tx::bytes"
 const op async_ops[] = {
     {"mbarrier.init.*", "mw", barrier_begin, PLAIN, 0},
@@ -208,6 +223,7 @@ const op async_ops[] = {
     {LOAD("2d") ".multicast::cluster", "mmmx", box_load, PLAIN, 2 + 8},
     {LOAD("3d") ".multicast::cluster", "mmmx", box_load, PLAIN, 3 + 8},
     {LOAD("5d") ".multicast::cluster", "mmmx", box_load, PLAIN, 5 + 8},
+    {"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", "mmwm", bytes_load, PLAIN, 0},
     {"cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group", "mm", box_store, PLAIN, 2},
     {"cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group", "mm", box_store, PLAIN, 3},
     {"cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group", "mm", box_store, PLAIN, 3 + 8},

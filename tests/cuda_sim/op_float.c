@@ -252,6 +252,24 @@ static void convert_e4m3(warp *w, const instruction *i, uint32_t lanes) /* two o
         v |= (uint32_t)f16_bits((_Float16)(b & 128 ? -f : f)) << 16 * n;
     } set_lane(w, i, 0, l, v));
 }
+static uint32_t e4m3_bits(float x) /* to nearest, even in the middle; the largest in the place of what is larger */
+{
+    const uint32_t sign = signbit(x) ? 0x80 : 0;
+    const double a = fabs((double)x);
+    if (isnan(x)) return sign | 0x7f;
+    if (a >= 448 || a == 0) return sign | (a > 0 ? 0x7e : 0);
+    int exponent;
+    frexp(a, &exponent);
+    const int unit = (exponent > -5 ? exponent : -5) - 4; /* 2^unit: the last of three bits; below 2^-6 always 2^-9 */
+    const uint32_t steps = (uint32_t)nearbyint(ldexp(a, -unit));
+    return sign | ((uint32_t)(unit + 9) * 8 + steps); /* a carry goes into the exponent */
+}
+/* cvt.rn.satfinite.e4m3x2.f32 d, high, low */
+static void convert_to_e4m3(warp *w, const instruction *i, uint32_t lanes)
+{
+    const float *const a = REG(float, 1), *const b = REG(float, 2);
+    EACH(set_lane(w, i, 0, l, e4m3_bits(a[l]) << 8 | e4m3_bits(b[l])));
+}
 
 #define ROW(word, letters, fn) {word, letters, fn, PLAIN, 0}
 const op float_ops[] = {ROW("add.f32", "ttt", add_f32),
@@ -308,5 +326,6 @@ const op float_ops[] = {ROW("add.f32", "ttt", add_f32),
                         {"cvt.rn.bf16x2.f32", "www", convert_pair, PLAIN, 0},
                         {"cvt.rn.f16x2.f32", "www", convert_pair, PLAIN, 1},
                         ROW("cvt.rn.f16x2.e4m3x2", "wh", convert_e4m3),
+                        ROW("cvt.rn.satfinite.e4m3x2.f32", "hww", convert_to_e4m3),
                         ROW("cvt.*", "ts", convert),
                         {0}};

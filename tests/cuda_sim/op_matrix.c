@@ -99,8 +99,8 @@ static void matrix_store(warp *w, const instruction *i, uint32_t lanes)
         }
 }
 
-/* wgmma m64nNk16, both operands in shared memory of 128-byte swizzle (sm90/wgmma.cuh). Each warp of the four computes
- * its 16 rows when it comes. */
+/* wgmma m64nNk16, operands in shared memory of 128-byte swizzle, the first also in registers (sm90/wgmma.cuh). Each
+ * warp of the four computes its 16 rows when it comes. */
 static uint16_t operand_at(warp *w, const instruction *i, uint64_t descriptor, bool turned, int mn, int k)
 {
     const uint32_t start = (uint32_t)(descriptor & 0x3fff) << 4, leading = (uint32_t)(descriptor >> 16 & 0x3fff) << 4,
@@ -116,16 +116,24 @@ static uint16_t operand_at(warp *w, const instruction *i, uint64_t descriptor, b
 static void group_product(warp *w, const instruction *i, uint32_t lanes)
 {
     if (lanes != ~0u) sim_fault(w, i, "a product by %08x of a warp", lanes);
-    const int results = i->operands - 7, N = results * 2, first = w->index % 4 * 16;
-    const uint64_t da = lane_value(w, i, results, 0), db = lane_value(w, i, results + 1, 0);
-    const bool add = lane_value(w, i, results + 2, 0), turn_a = lane_value(w, i, results + 5, 0),
-               turn_b = lane_value(w, i, results + 6, 0);
+    /* results, a (one descriptor, or four registers), b, add, two signs, (a descriptor: whether a is turned,) b is */
+    const bool registers = (i->operands - 9) % 8 == 0;
+    const int results = i->operands - (registers ? 9 : 7), N = results * 2, first = w->index % 4 * 16,
+              at_b = results + (registers ? 4 : 1);
+    const uint64_t da = registers ? 1ull << 62 : lane_value(w, i, results, 0), db = lane_value(w, i, at_b, 0);
+    const bool add = lane_value(w, i, at_b + 1, 0), turn_a = !registers && lane_value(w, i, at_b + 4, 0),
+               turn_b = lane_value(w, i, i->operands - 1, 0);
     if (da >> 62 != 1 || db >> 62 != 1) sim_fault(w, i, "a descriptor without the swizzle of 128 bytes");
-    if (lane_value(w, i, results + 3, 0) != 1 || lane_value(w, i, results + 4, 0) != 1) sim_fault(w, i, "a sign");
+    if (lane_value(w, i, at_b + 2, 0) != 1 || lane_value(w, i, at_b + 3, 0) != 1) sim_fault(w, i, "a sign");
     const type t = i->type[1];
     float a[16][16], b[16][256], d[16][256];
     for (int k = 0; k < 16; k++) {
-        for (int r = 0; r < 16; r++) a[r][k] = value_of(operand_at(w, i, da, turn_a, first + r, k), t);
+        for (int r = 0; r < 16; r++) {
+            const int lane = r % 8 * 4 + k % 8 / 2, part = r / 8 + k / 8 * 2;
+            const uint32_t bits = registers ? REG(uint32_t, results + part)[lane] >> k % 2 * 16
+                                            : operand_at(w, i, da, turn_a, first + r, k);
+            a[r][k] = value_of(bits & 0xffff, t);
+        }
         for (int n = 0; n < N; n++) b[k][n] = value_of(operand_at(w, i, db, turn_b, n, k), t);
     }
     for (int e = 0; e < results; e++)
@@ -145,7 +153,7 @@ const op matrix_ops[] = {{"mma.sync.aligned.m16n8k16.row.col.f32.*", "vvvv", pro
                          {"ldmatrix.sync.aligned.m8n8.x2.shared.b16", "vm", matrix_load, TOGETHER, 17},
                          {"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16", "mv", matrix_store, TOGETHER, 16},
                          {"stmatrix.sync.aligned.m8n8.x4.shared.b16", "mv", matrix_store, TOGETHER, 17},
-                         {"wgmma.mma_async.*", "vddpwwww", group_product, TOGETHER, 17},
+                         {"wgmma.mma_async.*", "vvdpwww?w", group_product, TOGETHER, 17},
                          {"wgmma.fence.*", "", nothing, TOGETHER, 17},
                          {"wgmma.commit_group.*", "", nothing, TOGETHER, 17},
                          {"wgmma.wait_group.*", "w", nothing, TOGETHER, 17},

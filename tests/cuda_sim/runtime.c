@@ -177,6 +177,7 @@ static cudaError_t start(const void *function, const cudaLaunchConfig_t *c, void
     struct entry *const e = find(function);
     if (!e) return result(cudaErrorInvalidDeviceFunction);
     if (broken) return result(broken);
+    if (getenv("FMOE_SIM_NAMES")) fprintf(stderr, "%s\n", e->name);
     pthread_mutex_lock(&lock);
     const cudaError_t status = parsed(e);
     pthread_mutex_unlock(&lock);

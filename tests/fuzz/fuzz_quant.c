@@ -151,7 +151,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     const size_t bytes = (size_t)fuzz_count(got) * fmoe_dtype_size(f);
     memset(got->data, 0xff, bytes);
     const fmoe_status status = forward(&l, &coded, l.d.flags | FMOE_QUANT, got);
-    const fmoe_quant_args first = {sizeof first, w1, c1, q1}, second = {sizeof second, w2, c2, q2};
+    const fmoe_quant_args first = {.size = sizeof first, .w = w1, .codes = c1, .quant = q1},
+                          second = {.size = sizeof second, .w = w2, .codes = c2, .quant = q2};
     const bool decoded = fmoe_dequantize(&first) == FMOE_OK && fmoe_dequantize(&second) == FMOE_OK;
     if (status == FMOE_OK && !decoded) FUZZ_FAIL("a layer read what fmoe_dequantize refuses: %s", fmoe_last_error());
     if (status == FMOE_OK && forward(&l, &plain, l.d.flags, want) != FMOE_OK) FUZZ_FAIL("%s", fmoe_last_error());

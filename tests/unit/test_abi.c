@@ -167,7 +167,7 @@ TEST(struct_layouts)
            F(fmoe_quant, group_cols), F(fmoe_quant, scale_type), F(fmoe_quant, zero), F(fmoe_quant, scale),
            F(fmoe_quant, zeros), F(fmoe_quant, scale2), F(fmoe_quant, lut));
     STRUCT(fmoe_quant_args, F(fmoe_quant_args, size), F(fmoe_quant_args, w), F(fmoe_quant_args, codes),
-           F(fmoe_quant_args, quant));
+           F(fmoe_quant_args, quant), F(fmoe_quant_args, stream));
     STRUCT(fmoe_repack_args, F(fmoe_repack_args, size), F(fmoe_repack_args, form), F(fmoe_repack_args, back),
            F(fmoe_repack_args, N), F(fmoe_repack_args, K), F(fmoe_repack_args, foreign), F(fmoe_repack_args, codes));
     STRUCT(fmoe_pack_args, F(fmoe_pack_args, size), F(fmoe_pack_args, w), F(fmoe_pack_args, packed),

@@ -17,6 +17,8 @@ fmoe_status fmoe_cpu_activation_forward(const fmoe_plan_impl *, const fmoe_activ
 fmoe_status fmoe_cpu_activation_backward(const fmoe_plan_impl *, const fmoe_activation_args *, const fmoe_run *);
 fmoe_status fmoe_cpu_experts_forward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
 fmoe_status fmoe_cpu_experts_backward(const fmoe_plan_impl *, const fmoe_experts_args *, const fmoe_run *);
+fmoe_status fmoe_cpu_quantize(const fmoe_quant_args *a);
+fmoe_status fmoe_cpu_dequantize(const fmoe_quant_args *a);
 
 /* Their workspaces: the same carve walks, measured. */
 void fmoe_cpu_route_carve(const fmoe_plan_impl *p, fmoe_carve *c);

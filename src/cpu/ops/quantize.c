@@ -53,7 +53,7 @@ static range range_of(const quantize_run *run, int64_t e, int64_t n0, int64_t n1
             r.highest = fmaxf(r.highest, x);
         }
     }
-    r.most = nan ? NAN : fmaxf(-r.lowest, r.highest);
+    r.most = nan ? NAN : fmaxf(fabsf(r.lowest), r.highest);
     return r;
 }
 
@@ -206,7 +206,7 @@ static quantize_run run_of(const fmoe_quant_args *a)
     return run;
 }
 
-void fmoe_cpu_quantize(const fmoe_quant_args *a)
+fmoe_status fmoe_cpu_quantize(const fmoe_quant_args *a)
 {
     quantize_run run = run_of(a);
     if (fmoe_code_is_4bit(a->quant->code)) sort_values(&run);
@@ -215,11 +215,13 @@ void fmoe_cpu_quantize(const fmoe_quant_args *a)
     if (a->quant->code == FMOE_CODE_U4) run.most = 7.5f; /* half of the codes on each side of the zero */
     run.tasks.n = run.K ? run.E * a->quant->scale->shape[1] : 0;
     if (run.tasks.n) fmoe_pool_run(fmoe_cpu_count(), quantize_worker, &run);
+    return FMOE_OK;
 }
 
-void fmoe_cpu_dequantize(const fmoe_quant_args *a)
+fmoe_status fmoe_cpu_dequantize(const fmoe_quant_args *a)
 {
     quantize_run run = run_of(a);
     run.tasks.n = run.K ? run.E * run.N : 0;
     if (run.tasks.n) fmoe_pool_run(fmoe_cpu_count(), dequantize_worker, &run);
+    return FMOE_OK;
 }

@@ -44,6 +44,7 @@ static void by_chunks(Layer &l, const Weight &w, const Bias &b, const Lora &lora
         d.out = c.ring;
         for (int i = 0; i < c.parts; i++) {
             d.m = c.part[i];
+            d.out_r = d.m.K;
             dequantise(l.dtype, d, *l.stream);
             d.out = (char *)d.out + (int64_t)d.m.N * d.m.K * size;
         }
@@ -56,4 +57,6 @@ static void by_chunks(Layer &l, const Weight &w, const Bias &b, const Lora &lora
         product(some, w, bias, adapter);
         l.status = some.status;
     }
+    // A product of a chunk lets nothing in early: what comes next must not take it for one of the whole layer.
+    l.stream->last = Product::DEQUANT;
 }

@@ -87,6 +87,16 @@ static void coded_part(Coded *c, int i, const Layer &l, const fmoe_tensor *codes
     c->parts = i + 1;
 }
 
+CodedMatrix coded_stack(const fmoe_tensor *codes, const fmoe_quant *q, int64_t E, int64_t N, int64_t K)
+{
+    Layer l = {};
+    Stream none = {}; // of lists alone
+    Coded c = {};
+    l.E = E, l.stream = &none;
+    coded_part(&c, 0, l, codes, false, q, N, K, {});
+    return c.part[0];
+}
+
 // ---- The ring ----
 
 // As many experts as it has room for, one at least. Returns the bytes of all of them. (Two halves, of which one is

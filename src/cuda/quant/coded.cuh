@@ -9,6 +9,10 @@
 
 enum ScaleKind { SCALE_F32, SCALE_BF16, SCALE_F16, SCALE_E8M0, SCALE_E4M3, SCALE_U8 };
 
+// Of the products that decode (inside.cuh): two codes a byte and a table of 16 values; FP8; integers less a constant
+// zero point.
+enum CodeKind { CODE_NIBBLES, CODE_E4M3, CODE_S8 };
+
 // Scales or zero points, one a group: a stack, or a list of matrices in device memory.
 struct CodedGrid {
     const void *p; // NULL, and no list: there are none
@@ -38,11 +42,14 @@ struct CodedMatrix {
 struct DequantArgs {
     CodedMatrix m;
     void *out;
-    int64_t out_g;  // elements from one expert to the next
+    int64_t out_g;  // elements from one expert to the next,
+    int64_t out_r;  // and from row to row
     const int *cnt; // [n] rows of each, or NULL: all are decoded
     int first, n;
 };
 void dequantise(int dtype, const DequantArgs &a, Stream &s);
+// Codes of a stack [E,N,K].
+CodedMatrix coded_stack(const fmoe_tensor *codes, const fmoe_quant *q, int64_t E, int64_t N, int64_t K);
 
 // ---- Codes as the layer sees them ----
 

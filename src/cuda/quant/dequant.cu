@@ -150,7 +150,7 @@ template <class T> __global__ void __launch_bounds__(THREADS) dequant_kernel(con
             const int row = (blockIdx.x * ROWS + i) * WARPS + warp;
             if (row >= a.m.N) break;
             const CodedRow r(a.m, a.first + e, row);
-            T *const out = (T *)a.out + e * a.out_g + (int64_t)row * a.m.K;
+            T *const out = (T *)a.out + e * a.out_g + row * a.out_r;
             if (!a.m.vectors) row_by_one<T>(a.m, r, table, out);
             else if (a.m.code >= FMOE_CODE_E2M1) row_of<T, Eight4>(a.m, r, table, out);
             else row_of<T, Eight8>(a.m, r, table, out);

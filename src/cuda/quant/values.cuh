@@ -26,6 +26,15 @@ DEV float2 e4m3_pair(uint16_t w)
 #endif
 }
 
+// What two bytes of codes are worth, the first in the lower one: FP8, or integers less the constant zero point.
+template <int CODE> DEV float2 coded_pair(uint32_t two, float zero)
+{
+    if (CODE == CODE_E4M3) return e4m3_pair((uint16_t)two);
+    const uint32_t w = two ^ 0x8080u; // 2^23 + 128 + code
+    return make_float2(__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7440u)) - 8388736.f - zero,
+                       __uint_as_float(__byte_perm(w, 0x4b000000u, 0x7441u)) - 8388736.f - zero);
+}
+
 // The row of scales and zeros that a row of codes has.
 DEV int group_row(const CodedMatrix &m, int row)
 {

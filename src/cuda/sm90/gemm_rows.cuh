@@ -379,7 +379,8 @@ template <class C> DEV void consumer(const Sm90Args &p, Ring ring, uint32_t tile
     if (!C::EPI_WG && lane == 0) tma_wait<0>();
 }
 
-template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_kernel(const __grid_constant__ Sm90Args p)
+// arrivals: at a stage's barrier, when it is full. load(ring, a barrier for each stage more): the producers.
+template <class C, class F> DEV void gemm_sm90_body(const Sm90Args &p, int arrivals, F load)
 {
     extern __shared__ __align__(1024) uint8_t smem[];
     const uint32_t base = smem_u32(smem), control = base + C::CONTROL;
@@ -387,7 +388,7 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
     const uint32_t tile_full = control + 128, tile_empty = control + 192;
     if (threadIdx.x == 0) {
         for (int s = 0; s < C::STAGES; s++) {
-            mbar_init(ring.full + 8 * s, C::GATHER ? 129 : 1);
+            mbar_init(ring.full + 8 * s, arrivals);
             mbar_init(ring.empty + 8 * s, 16); // 8 consumer warps of both CTAs
         }
         for (int i = 0; i < 8; i++) mbar_init(tile_full + 8 * i, 1), mbar_init(tile_empty + 8 * i, 1);
@@ -404,8 +405,7 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
     cluster_sync();
     if (threadIdx.x < 128) {
         registers_down<C::REG_PRODUCER>();
-        if constexpr (C::GATHER) producer_gather<C>(p, ring);
-        else producer_tma<C>(p, ring, tile_full);
+        load(ring, tile_full);
     } else if (!C::EPI_WG || threadIdx.x < 384) {
         registers_up<C::REG_CONSUMER>();
         consumer<C>(p, ring, tile_full, tile_empty);
@@ -416,4 +416,12 @@ template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_ke
     }
     __syncthreads();
     cluster_sync();
+}
+
+template <class C> __global__ void __launch_bounds__(C::THREADS, 1) gemm_sm90_kernel(const __grid_constant__ Sm90Args p)
+{
+    gemm_sm90_body<C>(p, C::GATHER ? 129 : 1, [&](Ring ring, uint32_t more) {
+        if constexpr (C::GATHER) producer_gather<C>(p, ring);
+        else producer_tma<C>(p, ring, more);
+    });
 }

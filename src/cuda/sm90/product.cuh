@@ -107,4 +107,7 @@ bool sm90_map2(CUtensorMap *map, int dtype, const void *p, int64_t cols, int64_t
 // W1's gates and ups in turns of 8: {k, 8 rows, gate or up, groups, expert}; up lies `half` elements after gate.
 bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int64_t I, int64_t E, int64_t row,
                   int64_t half, int64_t expert);
+// 16-bit pieces of memory in up to five dimensions; strides in bytes, of all dimensions but the first.
+bool sm90_map_bytes(CUtensorMap *map, const void *p, int dims, const int64_t *dim, const int64_t *stride,
+                    const int *box, int swizzle_bytes);
 bool sm90_driver(); // the encoder is there

@@ -74,6 +74,13 @@ DEV void tma_load2_multicast(uint32_t dst, const CUtensorMap *m, uint32_t bar, i
                  "l"(m), "r"(bar), "r"(x), "r"(y), "h"(mask)
                  : "memory");
 }
+// Neighbouring bytes, whole 16 at multiples of 16.
+DEV void bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar)
+                 : "memory");
+}
 DEV void tma_store2(const CUtensorMap *m, uint32_t src, int x, int y)
 {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(m), "r"(src),

@@ -83,3 +83,24 @@ bool sm90_map_glu(CUtensorMap *map, int dtype, const void *gate, int64_t H, int6
                      (void *)gate, dim, stride, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
+
+bool sm90_map_bytes(CUtensorMap *map, const void *p, int dims, const int64_t *dim, const int64_t *stride,
+                    const int *box, int swizzle_bytes)
+{
+    cuuint64_t d[5], s[4];
+    cuuint32_t b[5], one[5];
+    for (int i = 0; i < dims; i++) {
+        if (dim[i] < 1 || dim[i] > ((int64_t)1 << 31)) return false;
+        d[i] = (cuuint64_t)dim[i], b[i] = (cuuint32_t)box[i], one[i] = 1;
+        if (i + 1 == dims) break;
+        if (stride[i] % 16 || stride[i] < 1 || stride[i] >= (int64_t)1 << 40) return false;
+        s[i] = (cuuint64_t)stride[i];
+    }
+    const CUtensorMapSwizzle swizzle = swizzle_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                                       : swizzle_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                             : CU_TENSOR_MAP_SWIZZLE_NONE;
+    return (uintptr_t)p % 16 == 0 &&
+           encoder()(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, (cuuint32_t)dims, (void *)p, d, s, b, one,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}

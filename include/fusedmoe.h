@@ -437,11 +437,10 @@ typedef struct fmoe_quant {
 } fmoe_quant;                  /* beside a list: scale, zeros, scale2 are arrays of E, [rows, columns] and [1] each */
 #define FMOE_QUANT_INIT ((fmoe_quant){.size = sizeof(fmoe_quant)})
 
-/* Between weights [E,N,K] of f32, bf16 or f16 and codes: on all cores of the CPU or, where all tensors lie on a CUDA
- * device, there, with the same bytes; such a call returns before it is done. fmoe_quantize writes codes and
- * quant->scale (in f32, bf16, f16 or E8M0; U4: also quant->zeros of uint8, if given). scale = the largest magnitude of
- * a group over the code's largest (over scale2, which is read); E8M0: the power of two that MXFP4 has of it; S8 with
- * scale2 = 1/127: the magnitude. So NF4, FP4 and such S8 are bitsandbytes' bytes, where a row has whole groups. */
+/* Between weights [E,N,K] of f32, bf16 or f16 and codes: on all cores of the CPU, or on a CUDA device, without waiting.
+ * fmoe_quantize writes codes and quant->scale (in f32, bf16, f16 or E8M0; U4: quant->zeros of uint8, too, if given).
+ * scale = the largest magnitude of a group over the code's largest (over scale2, which is read); E8M0: the power of two
+ * of MXFP4; S8 with scale2 = 1/127: the magnitude. So NF4, FP4 and such S8 are bitsandbytes', of whole groups. */
 typedef struct fmoe_quant_args {
     size_t size;
     const fmoe_tensor *w;     /* in; out of fmoe_dequantize */

@@ -28,12 +28,13 @@ LAYERS = {
     "src/cpu/kernels/x86": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/x86/*"],
     "src/cpu/kernels/x86/quant": PUBLIC + ["codes.h", "util.h", "cpu/kernels/*", "cpu/kernels/x86/*", "cpu/kernels/x86/quant/*"],
     "src/cpu/kernels/arm": PUBLIC + ["util.h", "cpu/kernels/*", "cpu/kernels/arm/*"],
-    "src/cuda": BACKEND + ["cuda/*", "decode/*", "quant/*", "sm80/*", "sm90/*"],
+    "src/cuda": BACKEND + ["cuda/*", "decode/*", "quant/*", "sm80/*", "sm90/*", "sm90/coded/*"],
     "src/cuda/decode": BACKEND + ["cuda/*", "cuda/sm80/mma.cuh", "cuda/quant/*.cuh"],
     "src/cuda/ep": BACKEND + ["cuda/*"],
     "src/cuda/quant": BACKEND + ["codes.h", "cuda/*"],
     "src/cuda/sm80": BACKEND + ["cuda/*"],
     "src/cuda/sm90": BACKEND + ["cuda/*"],
+    "src/cuda/sm90/coded": BACKEND + ["cuda/*", "cuda/quant/*.cuh", "cuda/sm90/*.cuh"],
     "src/ascend": BACKEND + ["ascend/*", "cann/*"],
     "src/ascend/cann": BACKEND,
     "cli": PUBLIC + ["util.h"],  # numbers of 16 bits, for the check of a device
@@ -53,7 +54,7 @@ SHORT = ("include", "src", "cli", "python", "bench", "examples", "tests", "tools
 WORDS = {"lying", "quad", "quads", "touched", "touches"}
 CPU_WORDS = WORDS | {"along", "beside", "brief", "direct", "lies", "low", "outer", "past", "side", "through", "turn", "turned", "turns",
                      "wide"}
-KNOWN = {"wide_factors", "vget_low_f16"}  # of backend.h; of arm_neon.h
+KNOWN = {"wide_factors", "vget_low_f16", "vget_low_s8", "vget_low_u8"}  # of backend.h; of arm_neon.h
 
 
 def sources(folder, suffixes=C_FILES):

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // backend.cu - the backend table: plans, sizes, words about them, and errors of the runtime in ours.
 #include "ops.cuh"
-#include "quant/inside.cuh"
 #include "sm80/product.cuh"
+#include "sm90/coded/inside.cuh"
 #include "sm90/product.cuh"
 
 #include <cstdio>
@@ -93,7 +93,7 @@ static fmoe_status open_device(Plan *plan, int id)
     plan->shared = (size_t)at_most(shared, "FMOE_CUDA_SHARED");
     const char *const ring = getenv("FMOE_CUDA_RING"); // bytes
     plan->ring = ring && atoll(ring) > 0 ? atoll(ring) : (int64_t)62 << 20;
-    const char *const codes = getenv("FMOE_CUDA_CODES"); // inside: quant/inside.cuh
+    const char *const codes = getenv("FMOE_CUDA_CODES"); // inside: sm90/coded/inside.cuh
     plan->inside = codes && !strcmp(codes, "inside");
     plan->device = id;
     plan->cc = major * 10 + minor;

@@ -145,7 +145,7 @@ struct Plan {
     int stages;    // of the fast general products
     size_t shared; // bytes that a block may have
     int64_t ring;  // and decoded experts (quant/)
-    bool inside;   // products of many rows decode codes themselves (quant/inside.cuh)
+    bool inside;   // products of many rows decode codes themselves (sm90/coded/inside.cuh)
     fmoe_cuda_shape shape;
     fmoe_cuda_path path;
     const char *why;

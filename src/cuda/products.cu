@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // products.cu - see products.cuh.
 #include "quant/chunks.cuh"
-#include "quant/inside.cuh"
+#include "sm90/coded/inside.cuh"
 #include "sm90/maps.cuh"
 
 static bool hopper(const Layer &l) { return l.plan->path == FMOE_PATH_SM90 && l.rows > 0; }

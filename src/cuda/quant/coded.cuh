@@ -9,7 +9,7 @@
 
 enum ScaleKind { SCALE_F32, SCALE_BF16, SCALE_F16, SCALE_E8M0, SCALE_E4M3, SCALE_U8 };
 
-// Of the products that decode (inside.cuh): two codes a byte and a table of 16 values; FP8; integers less a constant
+// Of the products that decode (sm90/coded): two codes a byte and a table of 16 values; FP8; integers less a constant
 // zero point.
 enum CodeKind { CODE_NIBBLES, CODE_E4M3, CODE_S8 };
 

@@ -103,15 +103,15 @@ INLINE void lookup_nibbles(const int dtype, const bool high_first, char *to, con
 {
     const uint8x16_t nibble = vdupq_n_u8(15);
     for (; n >= 32; n -= 32, p += 16, to += 32 * bytes_of(dtype)) {
-        const uint8x16_t codes = vld1q_u8(p), low = vandq_u8(codes, nibble), high = vshrq_n_u8(codes, 4);
-        const uint8x16_t even = high_first ? high : low, odd = high_first ? low : high;
+        const uint8x16_t codes = vld1q_u8(p), lower = vandq_u8(codes, nibble), upper = vshrq_n_u8(codes, 4);
+        const uint8x16_t even = high_first ? upper : lower, odd = high_first ? lower : upper;
         lookup16(dtype, to, vzip1q_u8(even, odd), t);
         lookup16(dtype, to + 16 * bytes_of(dtype), vzip2q_u8(even, odd), t);
     }
     if (n < 16) return;
-    const uint8x16_t codes = vcombine_u8(vld1_u8(p), vdup_n_u8(0)), low = vandq_u8(codes, nibble);
-    const uint8x16_t high = vshrq_n_u8(codes, 4);
-    lookup16(dtype, to, vzip1q_u8(high_first ? high : low, high_first ? low : high), t);
+    const uint8x16_t codes = vcombine_u8(vld1_u8(p), vdup_n_u8(0)), lower = vandq_u8(codes, nibble);
+    const uint8x16_t upper = vshrq_n_u8(codes, 4);
+    lookup16(dtype, to, vzip1q_u8(high_first ? upper : lower, high_first ? lower : upper), t);
 }
 
 /* Codes [k, k+n) of a row, all of one group. */
@@ -158,9 +158,9 @@ INLINE void from_e4m3(float32x4_t v[4], const uint8_t *p)
     const uint8x16_t x = vld1q_u8(p), most = vdupq_n_u8(0x7f);
     const int8x16_t code = vreinterpretq_s8_u8(x), nan = vreinterpretq_s8_u8(vceqq_u8(vandq_u8(x, most), most));
     for (int i = 0; i < 2; i++) {
-        const uint16x8_t wide = vreinterpretq_u16_s16(i ? vshll_high_n_s8(code, 7) : vshll_n_s8(vget_low_s8(code), 7));
+        const uint16x8_t moved = vreinterpretq_u16_s16(i ? vshll_high_n_s8(code, 7) : vshll_n_s8(vget_low_s8(code), 7));
         const uint16x8_t ones = vreinterpretq_u16_s16(i ? vmovl_high_s8(nan) : vmovl_s8(vget_low_s8(nan)));
-        const float16x8_t half = vreinterpretq_f16_u16(vorrq_u16(vbicq_u16(wide, vdupq_n_u16(0x4000)), ones));
+        const float16x8_t half = vreinterpretq_f16_u16(vorrq_u16(vbicq_u16(moved, vdupq_n_u16(0x4000)), ones));
         v[2 * i] = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(half)), 0x1p8f);
         v[2 * i + 1] = vmulq_n_f32(vcvt_high_f32_f16(half), 0x1p8f);
     }

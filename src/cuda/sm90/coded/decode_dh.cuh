@@ -3,9 +3,9 @@
 // the stages, as TMA would have brought them. (Its epilogue needs rows on the M side, so weights cannot go through
 // registers as in gemm_coded.cuh.)
 #pragma once
-#include "cuda/quant/inside.cuh"
 #include "cuda/quant/values.cuh"
-#include "gemm_rows.cuh"
+#include "cuda/sm90/gemm_rows.cuh"
+#include "inside.cuh"
 
 template <int BN_, CodeKind CODE_>
 struct CodedDhConfig : Config<bf16, 128, BN_, BN_ == 192 ? 4 : 6, A_GATHER, B_NMAJOR, EPI_DGLU> {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // scales.cu - scales of any type and grid as the products that decode read them (inside.cuh).
+#include "cuda/quant/values.cuh"
 #include "inside.cuh"
-#include "values.cuh"
 
 static constexpr int THREADS = 128;
 

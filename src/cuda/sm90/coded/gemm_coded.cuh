@@ -11,9 +11,9 @@
 // Each weight is (code - zero) * scale in f32, rounded once: dequant.cu's, so that results have the bits of the
 // products of decoded weights. The rows of an adapter's rank are further steps, whose factor comes as 16-bit weights.
 #pragma once
-#include "cuda/quant/inside.cuh"
 #include "cuda/quant/values.cuh"
-#include "gemm_tokens.cuh"
+#include "cuda/sm90/gemm_tokens.cuh"
+#include "inside.cuh"
 
 template <CodedKernel KERNEL_, CodeKind CODE_> struct CodedConfig {
     typedef bf16 T;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// inside.cuh - products of many rows that decode the codes inside (sm90/gemm_coded.cuh), in the place of decoding
+// inside.cuh - products of many rows that decode the codes inside (gemm_coded.cuh), in the place of decoding
 // experts ahead into the ring. Hopper, bf16.
 #pragma once
-#include "coded.cuh"
+#include "cuda/quant/coded.cuh"
 
 // Each launches the product and its scales, or nothing and returns false: the operands do not allow it.
 bool inside_up(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bias &b1, const Lora &lora, void *h,

@@ -66,6 +66,7 @@ def _put_back(module: nn.Module, kept: dict[tuple[int, str], Any]) -> None:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        a, b = a.cpu(), b.cpu()
         return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.double(), b.double(), 1e-3, 1e-5, equal_nan=True)
     if isinstance(a, (list, dict, set)):
         return type(a) is type(b) and len(a) == len(b)
@@ -86,31 +87,32 @@ def _near(a: Tensor | None, b: Tensor | None, limit: float, least: float = 0.0) 
 
 
 def _step(call: Callable[..., Any], module: nn.Module, given: list[Any], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Results, and the gradients of the inputs."""
+    """Results, and the gradients of the inputs; on the CPU, as all that is done with them: a device may not have every operator."""
     torch.manual_seed(11)
     results = call(module, *given)
     results = [t for t in (results if isinstance(results, tuple) else (results,)) if isinstance(t, Tensor)]
-    values = [t.detach() for t in results]
-    g = torch.Generator().manual_seed(5)
-    loss = sum(((t * torch.randn(t.shape, generator=g).to(t)).float().sum() for t in results if t.requires_grad), torch.zeros(()))
-    if not loss.requires_grad:
+    values = [t.detach().cpu() for t in results]
+    g, live = torch.Generator().manual_seed(5), [t for t in results if t.requires_grad]
+    if not live:
         return values, [None for _ in inputs]
-    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return values, [g if g is None else g * (t != 0) for g, t in zip(grads, inputs)]  # weights that are scattered: of what was chosen
+    grads = torch.autograd.grad(live, inputs, [torch.randn(t.shape, generator=g).to(t) for t in live], allow_unused=True)
+    pairs = ((g if g is None else g.cpu(), t.detach().cpu()) for g, t in zip(grads, inputs))
+    return values, [g if g is None else g * (t != 0) for g, t in pairs]  # weights that are scattered: of what was chosen
 
 
 def _rows(t: Tensor, few: int, how: str) -> Tensor:
     """An argument for more tokens: its dimension of `few` is repeated; hidden states and weights with other values."""
+    given, t = t, t.detach().cpu()
     dim = next(i for i, n in enumerate(t.shape) if n == few)
     times = (4 if how == "equal" else 1) * TOKENS // few + 1
     many = torch.cat([t] * times, dim)
     signed = t.is_floating_point() and bool((t < 0).any())  # hidden states, not weights
     if signed and how == "equal":
-        return many.narrow(dim, 0, 1).expand_as(many).clone()
+        return many.narrow(dim, 0, 1).expand_as(many).clone().to(given.device)
     if t.is_floating_point() and t.shape[-1] > 1 and not (t == 0).any():  # not scattered
         other = torch.randn(many.shape, generator=torch.Generator().manual_seed(8)).to(many) * t.double().std().to(many)
         many = other * (3 if how == "large" else 1) if signed else other.abs()
-    return many
+    return many.to(given.device)
 
 
 @torch.enable_grad()

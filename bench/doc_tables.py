@@ -513,6 +513,18 @@ def loading() -> str:
     return table("way | peak | held", ([r["way"], *(r[c].replace("/", " and ") for c in ("peak", "held"))] for r in load("loading")))
 
 
+def cpu_ggml() -> str:
+    """The medians of all processes; ours beside the type of theirs that is nearest."""
+    ms = lambda T, library, form: median(values("cpu_ggml", "ms", T=T, library=library, format=form))
+    beside = dict(int4="q4_0", nf4="q4_k", mxfp4="mxfp4", int8="q8_0", bf16="bf16", fp8="")
+    rows = []
+    for ours, theirs in beside.items():
+        times = [(ms(T, "fusedmoe", ours), ms(T, "ggml", theirs) if theirs else 0.0) for T in (1, 8, 512)]
+        words = (f"{number(a)} / {number(b)} ({b / a:.2f})" if b else f"{number(a)} / -" for a, b in times)
+        rows.append([f"{ours}, {theirs.upper() or 'none'}", *words])
+    return table("fusedmoe, ggml | T = 1 | T = 8 | T = 512", rows)
+
+
 def zen4_levels() -> str:
     rows = []
     for level, dtype, step in dict.fromkeys((r["level"], r["dtype"], r["pass"]) for r in load("cpu_levels")):
@@ -553,39 +565,13 @@ def xeon_threads() -> str:
     return table("ms, T = 4096 | 1 thread | 2 | 4 | 8 | 16 | 1 to 16", rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f
-    for f in (
-        readme,
-        limits,
-        machines,
-        h200_layers,
-        h200_shares,
-        h200_graph,
-        h200_goals,
-        h200_memory,
-        h200_decode,
-        h200_decode_models,
-        h200_lora,
-        h200_models,
-        h200_layouts,
-        h200_gmm,
-        h200_errors,
-        zen4_layer,
-        zen4_few,
-        zen4_peers,
-        zen4_lora,
-        finetune,
-        rl_kl,
-        loading,
-        ep,
-        cpu_turns,
-        zen4_levels,
-        xeon_dense,
-        xeon_peers,
-        xeon_threads,
-    )
-}
+_ALL = (
+    readme, limits, machines, h200_layers, h200_shares, h200_graph, h200_goals, h200_memory,
+    h200_decode, h200_decode_models, h200_lora, h200_models, h200_layouts, h200_gmm, h200_errors,
+    zen4_layer, zen4_few, zen4_peers, zen4_lora, finetune, rl_kl, loading, ep, cpu_turns, cpu_ggml,
+    zen4_levels, xeon_dense, xeon_peers, xeon_threads,
+)  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {f.__name__: f for f in _ALL}
 TABLES["zen4_transformers"] = lambda: beside("zen4-2", SMALL) + "\n\n" + zen4_runs()
 TABLES["zen4_qwen3"] = lambda: beside("zen4-2", "Qwen3-30B-A3B")
 TABLES["xeon_transformers"] = lambda: beside("xeon-amx-2", SMALL)

@@ -4,6 +4,7 @@ JetMoE), and of experts in a ModuleList: the bits of the same model on decoded w
 
 import copy
 import functools
+import itertools
 
 import pytest
 import torch
@@ -102,6 +103,15 @@ def test_a_model_has_the_bits_of_decoded_weights(kind, format, never_decoded):
     assert 0 < off < 0.2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_mode_gives_the_same(kind):
+    model = fusedmoe.quantize(plain(kind), "nf4").eval()
+    with torch.no_grad():
+        want = model(inputs_embeds=X).last_hidden_state
+    with torch.inference_mode():
+        assert torch.equal(model(inputs_embeds=X).last_hidden_state, want)
+
+
 @pytest.mark.parametrize("kind", ["llama4", "dbrx", "jetmoe"])
 def test_codes_lie_as_a_linear_layer_reads_them(kind):
     """Groups run along the inputs, whatever the layout of the parameter."""
@@ -189,6 +199,30 @@ def test_a_model_is_saved_and_found_again(kind, tmp_path, never_decoded):
     again = fusedmoe.apply(cls.from_pretrained(tmp_path / "back", dtype=torch.bfloat16))
     assert not stacks(again)
     same(run(again), want)
+
+
+VIEWS = dict(
+    turned=lambda t: t.mT, first=lambda t: t.transpose(0, 1), one=lambda t: t[1], row=lambda t: t[:, 1], some=lambda t: t[1:3],
+    none=lambda t: t[2:2], steps=lambda t: t[::2], flat=lambda t: t.flatten(0, 1), line=lambda t: t.view(-1), data=lambda t: t.data,
+    permuted=lambda t: t.permute(2, 0, 1), unbound=lambda t: t.unbind()[2], rows=lambda t: t.unbind(1)[2],
+    narrow=lambda t: t.narrow(0, 1, 2), split=lambda t: t.split([1, 3])[1], columns=lambda t: t.chunk(2, -1)[1],
+    more=lambda t: t[None].expand(2, -1, -1, -1), pairs=lambda t: t.unflatten(0, (2, 2)), chosen=lambda t: t[torch.tensor([3, 0])],
+    clone=lambda t: t.clone(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("made, used", itertools.product((False, True), repeat=2))
+def test_views_in_inference_mode_and_outside(made, used):
+    with torch.inference_mode(made):
+        w = QuantTensor.from_weights(torch.randn(4, 8, 64).bfloat16(), "nf4")
+    for name, view in VIEWS.items():
+        with torch.inference_mode(used):
+            got, want = view(w), view(w.dequantize())
+            got = got.dequantize() if isinstance(got, QuantTensor) else got
+        assert got.dtype == want.dtype and got.shape == want.shape and torch.equal(got, want), name
+    with torch.inference_mode(used):
+        wide = w.float()
+        assert wide.dtype == torch.float32 and (made or isinstance(wide, QuantTensor))
 
 
 def test_a_flat_stack_is_cut_between_experts():

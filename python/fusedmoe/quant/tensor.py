@@ -204,12 +204,14 @@ class QuantTensor(Tensor):
         dtype = dtype or self.dtype
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return self.dequantize(torch.float32).to(dtype)
+        if not self.numel():  # a cut without experts
+            return torch.empty(self.shape, dtype=dtype, device=self.codes.device)
         if not _converts_on(self.codes.device):
             if self.dim() != 3:
                 return self.map(Tensor.cpu).dequantize(dtype).to(self.codes.device)
             parts = [self.experts(e, e + _AT_ONCE).map(Tensor.cpu) for e in range(0, self.shape[0], _AT_ONCE)]
             return torch.cat([part.dequantize(dtype).to(self.codes.device) for part in parts])
-        shape = (*self.codes.shape[:-1], self.numel() // max(self.codes.shape[:-1].numel(), 1))
+        shape = (*self.codes.shape[:-1], self.numel() // self.codes.shape[:-1].numel())
         out, codes = torch.empty(shape, dtype=dtype, device=self.codes.device), self.codes
         _core.quantize(True, *((out, codes) if codes.dim() == 3 else (out.unsqueeze(0), codes.unsqueeze(0))), self.descriptor())
         return (out.mT.contiguous() if self.transposed else out).view(self.shape)
@@ -312,6 +314,9 @@ class QuantTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:  # type: ignore[override]
         kwargs, first = kwargs or {}, args[0] if args else None
+        if torch.is_inference_mode_enabled() and isinstance(first, cls) and not first.is_inference() and func.is_view:
+            with torch.inference_mode(False):  # a view of what is no inference tensor is none either
+                return func(*args, **kwargs)
         if isinstance(first, cls):
             known = _KNOWN.get(func)
             made = known(first, *args[1:], **kwargs) if known else None

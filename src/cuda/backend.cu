@@ -93,8 +93,8 @@ static fmoe_status open_device(Plan *plan, int id)
     plan->shared = (size_t)at_most(shared, "FMOE_CUDA_SHARED");
     const char *const ring = getenv("FMOE_CUDA_RING"); // bytes
     plan->ring = ring && atoll(ring) > 0 ? atoll(ring) : (int64_t)62 << 20;
-    const char *const codes = getenv("FMOE_CUDA_CODES"); // inside: sm90/coded/inside.cuh
-    plan->inside = codes && !strcmp(codes, "inside");
+    const char *const codes = getenv("FMOE_CUDA_CODES"); // ahead: quant/chunks.cuh for all
+    plan->inside = !codes || strcmp(codes, "ahead") != 0;
     plan->device = id;
     plan->cc = major * 10 + minor;
     if (plan->cc < 80)
@@ -242,27 +242,32 @@ static size_t describe(const fmoe_plan_impl *p, char *text, size_t n)
         if (plan->inside && !gmm && plan->path == FMOE_PATH_SM90 && p->d.dtype == FMOE_BF16)
             used +=
                 snprintf(line + used, sizeof line - (size_t)used,
-                         "but stacks are decoded inside the products (FMOE_CUDA_CODES) where groups are 32 or whole "
-                         "64 codes, without a tensor of zeros\n");
+                         "but stacks are decoded inside the products where groups are 32 or whole 64 codes, without a "
+                         "tensor of zeros\n");
     }
     if (p->d.op == FMOE_OP_EXPERTS) {
         const bool lora = p->d.rank1 || p->d.rank2,
                    ranks = fmoe_cuda_decode_rank(p->d.rank1) && fmoe_cuda_decode_rank(p->d.rank2);
-        const bool quant = p->d.flags & FMOE_QUANT;
+        const bool quant = p->d.flags & FMOE_QUANT,
+                   precise = quant && p->d.dtype == FMOE_BF16 && !lora; // decode/coded.cuh
         const auto few = quant ? fmoe_cuda_use_decode_coded : fmoe_cuda_use_decode;
         int64_t most = 0, cols = lora ? 0 : fmoe_cuda_most_decode_nmajor(&plan->shape);
         while (ranks && (plan->path == FMOE_PATH_SM90 || plan->stages) && few(&plan->shape, most + 1)) most++;
         if (most && quant)
-            used += snprintf(line + used, sizeof line - (size_t)used,
-                             "inference of up to %lld tokens: kernels that stream codes and decode them in registers "
-                             "(stacks; rows of whole 16 bytes; groups of 16, 32, 64 and so on)\n",
-                             (long long)most);
+            used += snprintf(
+                line + used, sizeof line - (size_t)used,
+                "inference of up to %lld tokens: kernels that stream codes and decode them in registers%s "
+                "(stacks; rows of whole 16 bytes; groups of 16, 32, 64 and so on)\n",
+                (long long)most,
+                precise && !(p->d.flags & FMOE_SAME_BITS)
+                    ? ", and of one or two tokens, or of integers, without zero points, round no weight to 16 bits"
+                    : "");
         else if (most)
             used += snprintf(
                 line + used, sizeof line - (size_t)used,
                 "inference of up to %lld tokens, %lld with weights [in,out]: kernels that stream the weights\n",
                 (long long)most, (long long)cols);
-        if (quant || p->d.flags & FMOE_SAME_BITS)
+        if ((quant && !precise) || p->d.flags & FMOE_SAME_BITS)
             snprintf(line + used, sizeof line - (size_t)used,
                      "same bits for any batch%s: a token's out, dx and gradients of its routing weights\n",
                      quant && !(p->d.flags & FMOE_SAME_BITS) ? ", of quantised weights" : "");

@@ -56,6 +56,8 @@ int fmoe_cuda_use_decode(const fmoe_cuda_shape *s, int64_t T);
 /* The same of quantised weights, up to some 32 rows an expert: decoding the codes in registers, several times over if
  * need be, takes less than decoding them into memory. */
 int fmoe_cuda_use_decode_coded(const fmoe_cuda_shape *s, int64_t T);
+/* Those of them that keep more precision (decode/coded.cuh). integers: both weights have codes that are integers. */
+int fmoe_cuda_use_decode_precise(int integers, int64_t T);
 
 /* Whether they take adapters of a rank, beside weights [out,in]: whole 16 bytes, 8 steps a lane. */
 int fmoe_cuda_decode_rank(int64_t rank);

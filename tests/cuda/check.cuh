@@ -386,6 +386,6 @@ void check_experts(int cases);
 void check_batch();
 void check_special();
 void check_quant(int cases);
-void check_inside(int cases); // FMOE_CUDA_CODES=inside
+void check_inside(int cases); // sm90/coded
 void check_gmm_quant(int cases);
 void check_big();

@@ -414,6 +414,9 @@ static void named()
     });
     experts("NF4, adapters", [](X c) { c.format = 1, c.E = 16, c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
     experts("one token, NF4", [](X c) { c.T = 1, c.format = 1, c.inference = true; });
+    experts("one token, NF4, same bits",
+            [](X c) { c.T = 1, c.format = 1, c.flags = FMOE_SAME_BITS, c.inference = true; });
+    experts("16 tokens, MXFP4", [](X c) { c.T = 16, c.format = 2, c.inference = true; });
     experts("16 tokens, MXFP4, adapters", [](X c) { c.T = 16, c.format = 2, c.rank1 = 16, c.inference = true; });
     experts("64 tokens, FP8", [](X c) { c.T = 64, c.format = 3, c.inference = true; });
     experts("four tokens, INT8, f16", [](X c) { c.T = 4, c.format = 4, c.dtype = FMOE_F16, c.inference = true; });
@@ -422,11 +425,12 @@ static void named()
     experts("four tokens, NF4, rows of no whole 16 bytes",
             [](X c) { c.T = 4, c.E = 16, c.format = 1, c.H = 2056, c.inference = true; });
     experts("129 tokens, NF4", [](X c) { c.T = 129, c.E = 16, c.format = 1, c.inference = true; });
-    setenv("FMOE_CUDA_CODES", "inside", 1);
     experts("NF4 decoded inside the products, adapters",
             [](X c) { c.format = 1, c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
     experts("FP8 decoded inside, biases", [](X c) { c.format = 3, c.flags = FMOE_BIAS, c.grads = DX | DP; });
     experts("MXFP4 decoded inside, 256 tokens", [](X c) { c.format = 2, c.T = 256, c.inference = true; });
+    setenv("FMOE_CUDA_CODES", "ahead", 1);
+    experts("NF4 decoded ahead, adapters", [](X c) { c.format = 1, c.rank1 = c.rank2 = 16, c.grads = DX | DP; });
     unsetenv("FMOE_CUDA_CODES");
     typedef Groups &G;
     gmm("grouped matmul", [](G) {});

@@ -57,8 +57,13 @@ int main(void)
     s.cc = 90;
     CHECK(fmoe_cuda_use_decode(&s, 1) && fmoe_cuda_use_decode(&s, 16) && !fmoe_cuda_use_decode(&s, 17) &&
           !fmoe_cuda_use_decode(&s, 0));
-    CHECK(fmoe_cuda_use_decode_coded(&s, 1) && fmoe_cuda_use_decode_coded(&s, 128) &&
-          !fmoe_cuda_use_decode_coded(&s, 129) && !fmoe_cuda_use_decode_coded(&s, 0));
+    CHECK(fmoe_cuda_use_decode_coded(&s, 1) && fmoe_cuda_use_decode_coded(&s, 64) &&
+          !fmoe_cuda_use_decode_coded(&s, 65) && !fmoe_cuda_use_decode_coded(&s, 0));
+    s.general = 1; /* where products do not decode codes themselves */
+    CHECK(fmoe_cuda_use_decode_coded(&s, 128) && !fmoe_cuda_use_decode_coded(&s, 129));
+    s.general = 0;
+    CHECK(fmoe_cuda_use_decode_precise(0, 2) && !fmoe_cuda_use_decode_precise(0, 3) &&
+          fmoe_cuda_use_decode_precise(1, 64));
     s.I = 700;
     CHECK(!fmoe_cuda_use_decode(&s, 1) && !fmoe_cuda_use_decode_coded(&s, 1));
     s.I = 1408;

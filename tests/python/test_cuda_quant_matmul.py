@@ -64,7 +64,8 @@ def test_fp8_experts_of_transformers_are_run_as_they_came(I):
     ids, p = torch.randint(0, 4, (90, 2), device="cuda"), torch.rand(90, 2, device="cuda")
     out, want = experts(x, ids, p), fusedmoe.experts(x, ids, p, [t.cuda() for t in w])
     assert torch.equal(out, want)
-    assert torch.equal(*[torch.autograd.grad(t.float().sum(), x)[0] for t in (out, want)])
+    dx, wanted = [torch.autograd.grad(t.float().sum(), x)[0].float() for t in (out, want)]
+    assert (dx - wanted).norm() <= 0.01 * wanted.norm()  # test_cuda_quant.py: same()
     after = experts.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n].view(torch.uint8), after[n].view(torch.uint8)) for n in before)

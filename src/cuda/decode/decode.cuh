@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // decode.cuh - few tokens, inference: the weights that are needed are read once, at the speed of memory. What the
-// kernels share: kmajor.cu and nmajor.cu are the fastest, stream_kmajor.cu and stream_nmajor.cu (FMOE_SAME_BITS) have
-// the bits of the large products.
+// kernels share: kmajor.cu, nmajor.cu and, for quantised weights, coded.cuh are the fastest; stream_kmajor.cu and
+// stream_nmajor.cu (FMOE_SAME_BITS) have the bits of the large products.
 #pragma once
 #include "cuda/act.cuh"
 #include "cuda/quant/coded.cuh"
@@ -172,6 +172,9 @@ bool stream_coded_ok(const CodedMatrix &m, int64_t E, CodedParams *params);
 void stream_coded_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
 void stream_nibbles_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
 void stream_bytes_run(const DecodeArgs &a, bool down, const CodedParams &c, int dtype, const Plan *plan, Stream &s);
+// coded.cuh, both weights quantised, bf16, no adapters: other bits than those of the large products. False: not for
+// these, and nothing was launched.
+bool coded_few_run(const DecodeArgs &a, const CodedParams *const coded[2], const Plan *plan, Stream &s);
 
 // lists: of W1 and of W2, where the weights are lists or (kmajor.cu) there are adapters, else NULL.
 void decode_kmajor_run(const DecodeArgs &a, const DecodeLists *lists, int dtype, const Plan *plan, Stream &s);

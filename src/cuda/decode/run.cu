@@ -45,7 +45,7 @@ static bool pairs_ok(const DecodeArgs &a, const fmoe_tensor *b1)
     return bias && a.fast.kind <= FAST_CLAMP && a.I % 64 == 0;
 }
 
-// Quantised weights: the kernels that read codes have the bits of the large products, asked for or not.
+// Quantised weights: whether the kernels of stream_coded.cuh read their codes.
 static bool coded_ok(const Quant *quant, bool list, int64_t E, CodedParams (&params)[2], const CodedParams *(&coded)[2])
 {
     const Coded *const of[2] = {quant ? &quant->w1 : nullptr, quant ? &quant->w2 : nullptr};
@@ -137,6 +137,9 @@ bool decode_run(const fmoe_plan_impl *p, const fmoe_experts_args *args, const fm
     a.part[0] = (float *)scratch.parts;
     a.part[1] = a.part[0] + (size_t)DECODE_PARTS * (size_t)a.R * (size_t)p->h_cols;
     const DecodeLists *const given = list || (lora && !same) ? lists : nullptr;
+    // More precision than weights that are rounded one by one, in another order of sums.
+    const bool other = quant && !(p->d.flags & FMOE_SAME_BITS) && p->d.dtype == FMOE_BF16 && !lora;
+    if (other && coded_few_run(a, coded, plan, s)) return true;
     if (rows && same) stream_kmajor_run(a, given, coded, p->d.dtype, plan, s);
     else if (rows) decode_kmajor_run(a, given, p->d.dtype, plan, s);
     else (same ? stream_nmajor_run : decode_nmajor_run)(a, p->d.dtype, plan, s);

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // gemm_coded.cuh - rows times quantised weights: D^T[feature, token] = W[feature, k] X[token, k]^T as in
 // gemm_tokens.cuh, with weights that are decoded in the registers of the warps that multiply them, and go into wgmma
-// from there.
+// from there (fragments.cuh).
 //
-// A tile is 128 features by up to 256 tokens: every weight that is decoded, by some four instructions, is multiplied by
-// 256 tokens, for which the tensor cores take some twice as long as decoding. A stage of the ring has codes (4 or 8
-// KB), their scales and 32 KB of tokens. While a warpgroup decodes 16 of k, its products of the 16 before are under
-// way, and so are those of the other one.
+// A tile is 128 features by up to 256 tokens, so that a weight that is decoded, by some four instructions, is
+// multiplied by many. A stage of the ring has codes (4 or 8 KB), their scales and 32 KB of tokens. While a warpgroup
+// decodes 32 of k, its products of the 32 before are under way, and so are those of the other one. What was tried in
+// its place: docs/notes/hopper.md.
 //
 // Each weight is (code - zero) * scale in f32, rounded once: dequant.cu's, so that results have the bits of the
 // products of decoded weights. The rows of an adapter's rank are further steps, whose factor comes as 16-bit weights.
 #pragma once
-#include "cuda/quant/values.cuh"
 #include "cuda/sm90/gemm_tokens.cuh"
-#include "inside.cuh"
+#include "epilogue_dh.cuh"
+#include "fragments.cuh"
 
 template <CodedKernel KERNEL_, CodeKind CODE_> struct CodedConfig {
     typedef bf16 T;
     static constexpr CodedKernel KERNEL = KERNEL_;
     static constexpr CodeKind CODE = CODE_;
-    static constexpr bool UP = KERNEL == CODED_UP, TURNED = KERNEL >= CODED_ROWS_N,
-                          GATHER = UP || KERNEL == CODED_GATHER_K || KERNEL == CODED_GATHER_N;
+    static constexpr bool UP = KERNEL == CODED_UP, DH = KERNEL == CODED_DH, TURNED = KERNEL >= CODED_ROWS_N,
+                          GATHER = UP || DH || KERNEL == CODED_GATHER_K || KERNEL == CODED_GATHER_N;
     static constexpr int STAGES = 4, MAX_UNITS = 16, MAX_N = 16 * MAX_UNITS;
     static constexpr int COLS = UP ? CODED_TILE / 2 : CODED_TILE; // features of the result in a tile
     static constexpr int ROW = (TURNED ? CODED_TILE : 64) / (CODE == CODE_NIBBLES ? 2 : 1); // bytes of a row of codes
@@ -30,8 +30,9 @@ template <CodedKernel KERNEL_, CodeKind CODE_> struct CodedConfig {
                          STAGE = TOKENS + MAX_N * 128;
     static constexpr int PIECE = UP ? CODED_PIECE_UP : CODED_PIECE, PIECES = MAX_UNITS / PIECE, BUFFER = PIECE * 2048;
     static constexpr int STAGING = STAGES * STAGE; // two buffers; each consumer's own but for UP, who share them
-    static constexpr int CONTROL = STAGING + 2 * BUFFER * (UP ? 1 : 2), OFFSETS = CONTROL + 256, SMEM = OFFSETS;
-    static constexpr int THREADS = 384, REG_PRODUCER = GATHER ? 104 : 56, REG_CONSUMER = GATHER ? 200 : 224;
+    static constexpr int CONTROL = STAGING + (DH ? DH_SUMS : 2 * BUFFER * (UP ? 1 : 2)), OFFSETS = CONTROL + 256,
+                         SMEM = OFFSETS;
+    static constexpr int THREADS = 384, REG_PRODUCER = 56, REG_CONSUMER = 224;
 };
 
 template <class C> struct CodedScheduler {
@@ -124,152 +125,39 @@ template <class C> DEV void coded_producer(const Sm90CodedArgs &a, TokenRing rin
         // As in gemm_rows.cuh: 8 lanes a row of 128 bytes, thread t has row t/8 of every unit.
         const int row = thread / 8, c = thread & 7;
         const uint32_t dst = ring.base + C::TOKENS + row * 128 + ((c ^ (row & 7)) << 4);
-        const bf16 *const x = (const bf16 *)p.x + c * 8;
         TokenTile t, ahead;
-        int tok[C::MAX_UNITS];
+        uint32_t at[C::MAX_UNITS]; // of each row's token, in 16 bytes
+        const uint32_t pitch = (uint32_t)(p.ldx / 8);
         bool more = sched.next(ahead);
         while (more) {
             t = ahead;
 #pragma unroll
-            for (int i = 0; i < C::MAX_UNITS; i++) tok[i] = i < t.units ? p.tok[t.row0 + row + 16 * i] : 0;
+            for (int i = 0; i < C::MAX_UNITS; i++)
+                at[i] = (uint32_t)p.tok[t.row0 + row + 16 * min(i, t.units - 1)] * pitch;
             more = sched.next(ahead);
             for (int k = 0; k < p.k_steps + lora_steps; k++, next()) {
                 mbar_wait(ring.empty + 8 * s, phase);
                 if (thread == 0 && k < p.k_steps) coded_load<C>(a, t, k, ring.base + s * C::STAGE, ring.full + 8 * s);
                 if (thread == 0 && k >= p.k_steps)
                     coded_load_lora<C>(p, t, k - p.k_steps, ring.base + s * C::STAGE, ring.full + 8 * s);
-                if (k < p.k_steps) {
+                const uint4 *const x = (const uint4 *)p.x + k * 8 + c;
 #pragma unroll
-                    for (int i = 0; i < C::MAX_UNITS; i++)
-                        if (i < t.units) cp_async16(dst + s * C::STAGE + i * 2048, x + (size_t)tok[i] * p.ldx + k * 64);
+                for (int i = 0; i < C::MAX_UNITS; i += 4) { // a few rows more than there are cost less than to ask
+                    if (k >= p.k_steps || i >= t.units) break;
+#pragma unroll
+                    for (int j = i; j < i + 4; j++) cp_async16(dst + s * C::STAGE + j * 2048, x + at[j]);
                 }
                 cp_async_arrive(ring.full + 8 * s);
             }
+            if constexpr (C::DH)
+                for (int first = 0; first < t.units; first += DH_UNITS, next()) {
+                    mbar_wait(ring.empty + 8 * s, phase);
+                    if (thread == 0) dh_load<C>(p, t, first, ring.base + s * C::STAGE, ring.full + 8 * s);
+                    cp_async_arrive(ring.full + 8 * s);
+                }
         }
     }
 }
-
-// ---- Codes to fragments ----
-
-DEV uint2 shared8(uint32_t at)
-{
-    uint2 v;
-    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
-    return v;
-}
-DEV float2 shared_pair(uint32_t at)
-{
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
-    return v;
-}
-DEV float shared_float(uint32_t at)
-{
-    float v;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
-    return v;
-}
-DEV uint32_t shared_byte(uint32_t at)
-{
-    uint32_t v;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
-    return v;
-}
-DEV uint32_t shared_two(uint32_t at)
-{
-    uint16_t v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-    return v;
-}
-
-// Of lane l of a warp: the rows (features) g = l / 4 and g + 8 of its 16, and k 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of each
-// 16, t = l % 4 (wgmma_a).
-template <class C> struct CodedFragments {
-    const Sm90CodedArgs &a;
-    const int sixteen, g, t; // which 16 features of the tile
-    const float entry;       // CODE_NIBBLES: the table's value that this lane keeps for the others
-    const int pick, shift;   // which bytes of eight, and which half of a byte
-    float scale2 = 1;        // CODE_S8
-    float scale[2];          // along_k
-    uint4 codes[2];
-    DEV CodedFragments(const Sm90CodedArgs &args, int wg, int warp, int lane)
-        : a(args), sixteen(wg * 4 + warp), g(lane / 4), t(lane % 4), entry(args.table[lane % 16]),
-          pick(C::TURNED ? g / 2 | (4 + g / 2) << 4 : t | (4 + t) << 4),
-          shift(C::TURNED ? ((g & 1) ^ args.high_first) * 4 : args.high_first * 4)
-    {
-    }
-    DEV float value(uint32_t nibble) const
-    {
-        return __shfl_sync(~0u, entry, (int)nibble, 16);
-    } // its upper bits do not count
-    DEV float2 values(uint32_t two) const { return coded_pair<C::CODE>(two, a.zero); } // of two bytes
-    DEV void expert(int e)
-    {
-        if (C::CODE == CODE_S8 && a.scale2) scale2 = a.scale2[e * a.scale2_g];
-    }
-    DEV float weight(float v, float s) const
-    {
-        v = __fmul_rn(v, s);
-        return C::CODE == CODE_S8 ? __fmul_rn(v, scale2) : v;
-    }
-    DEV uint32_t weights(float2 v, float2 s) const { return pack2<bf16>(weight(v.x, s.x), weight(v.y, s.y)); }
-
-    // Rows of codes run along k: [feature][64].
-    DEV void along_k(uint32_t stage, int kk, uint32_t (&f)[4])
-    {
-        const uint32_t scales = stage + C::SCALES + (a.subs == 2 && kk >= 2 ? 512 : 0);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int row = sixteen * 16 + g + 8 * h;
-            if (kk % 2 == 0) { // for the next 16 of k as well
-                // Gates and ups take turns of 8 rows; their scales lie apart.
-                scale[h] = shared_float(scales + 4 * (C::UP ? 64 * h + sixteen * 8 + g : row));
-                if (C::CODE == CODE_NIBBLES) codes[h] = load_shared16(stage + row * 32 + kk * 8);
-            }
-            const float2 both = make_float2(scale[h], scale[h]);
-            if constexpr (C::CODE == CODE_NIBBLES) {
-                const uint4 w = codes[h];
-                const uint32_t b = kk % 2 ? __byte_perm(w.z, w.w, pick) : __byte_perm(w.x, w.y, pick);
-                const int low = shift, high = 4 - shift;
-                f[h] = weights(make_float2(value(b >> low), value(b >> high)), both);
-                f[2 + h] = weights(make_float2(value(b >> (8 + low)), value(b >> (8 + high))), both);
-            } else {
-                const uint32_t at = stage + row * 64 + ((kk ^ (g >> 1 & 3)) << 4) + 2 * t; // swizzle of 64 bytes
-                f[h] = weights(values(shared_two(at)), both);
-                f[2 + h] = weights(values(shared_two(at + 8)), both);
-            }
-        }
-    }
-    // Rows of codes run along features: [64 of k][feature].
-    DEV void along_n(uint32_t stage, int kk, uint32_t (&f)[4]) const
-    {
-        const uint32_t scales = stage + C::SCALES + 256 * (a.subs == 2 ? sixteen / 2 : sixteen / 4);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const int k = kk * 16 + 2 * t + 8 * h;
-            const float2 s = shared_pair(scales + 4 * k);
-            if constexpr (C::CODE == CODE_NIBBLES) {
-                // Swizzle of 64 bytes: k / 2 % 4 is t.
-                const uint32_t at = stage + k * 64 + ((sixteen / 2 ^ t) << 4) + (sixteen & 1) * 8;
-                const uint2 w = shared8(at), v = shared8(at + 64);
-                const uint32_t b = __byte_perm(w.x, w.y, pick), c = __byte_perm(v.x, v.y, pick);
-                f[2 * h] = weights(make_float2(value(b >> shift), value(c >> shift)), s);
-                f[2 * h + 1] = weights(make_float2(value(b >> (8 + shift)), value(c >> (8 + shift))), s);
-            } else {
-                // Of 128 bytes: k % 8 is 2 t, and 2 t + 1.
-                const uint32_t at = stage + k * 128 + ((sixteen ^ 2 * t) << 4) + g,
-                               next = stage + (k + 1) * 128 + ((sixteen ^ (2 * t + 1)) << 4) + g;
-                f[2 * h] = weights(values(shared_byte(at) | shared_byte(next) << 8), s);
-                f[2 * h + 1] = weights(values(shared_byte(at + 8) | shared_byte(next + 8) << 8), s);
-            }
-        }
-    }
-    DEV void operator()(uint32_t stage, int kk, uint32_t (&f)[4])
-    {
-        if constexpr (C::TURNED) along_n(stage, kk, f);
-        else along_k(stage, kk, f);
-    }
-};
 
 // ---- The consumers ----
 
@@ -301,36 +189,65 @@ template <class C> struct CodedConsumer {
     }
     template <int N> DEV void multiply()
     {
-        uint32_t f[2][4];
+        uint32_t f[2][2][4];
         int last = 0;
         const int look = min(1, p.k_steps - 1);
-        for (int k = 0; k < p.k_steps; k++) {
+        // True. Without branches ptxas moves decoding over wgmma_wait, is then short of registers, and serialises all.
+        const bool always = fragment.a.subs;
+        auto begin = [&] { // a stage
             mbar_wait(ring.full + 8 * s, phase);
             if (C::GATHER) fence_async();
+            if (always) fragment.load(ring.base + s * C::STAGE, 0);
+        };
+        begin();
+        for (int k = 0; k < p.k_steps; k++) {
             const uint32_t stage = ring.base + s * C::STAGE;
             const uint64_t tokens = descriptor_k(stage + C::TOKENS);
 #pragma unroll
-            for (int kk = 0; kk < 4; kk++) {
-                fragment(stage, kk, f[kk & 1]);
+            for (int half = 0; half < 2; half++) {
+                if (always) fragment.decode(f[half]);
                 wgmma_fence();
-                wgmma_a<N>(acc, f[kk & 1], tokens + kk * 2, (k | kk) != 0);
+#pragma unroll
+                for (int q = 0; q < 2; q++)
+                    wgmma_a<N>(acc, f[half][q], tokens + (2 * half + q) * 2, (k | half | q) != 0);
                 wgmma_commit();
-                if (kk == 1 && k == look) more = sched.next(ahead);
+                // What the next products need is on its way before these are waited for.
+                if (half == 0) {
+                    if (always) fragment.load(stage, 1);
+                    if (k == look) more = sched.next(ahead);
+                } else if (k + 1 < p.k_steps) {
+                    const int slot = s;
+                    advance();
+                    begin();
+                    wgmma_wait<1>();
+                    last = slot;
+                    continue;
+                }
                 wgmma_wait<1>();
-                if (kk == 0 && k) release(last);
+                if (half == 0 && k) release(last);
             }
-            last = s;
-            advance();
         }
+        last = s;
+        advance();
         auto adapter = [&](auto depth) { // depth: of 16
             mbar_wait(ring.full + 8 * s, phase);
             const uint32_t stage = ring.base + s * C::STAGE, a = stage + wg * 8192;
-            const uint64_t factor = C::TURNED ? descriptor_mn(a) : descriptor_k(a),
-                           tokens = descriptor_k(stage + C::TOKENS);
-            wgmma_fence();
+            const uint64_t factor = descriptor_k(a), tokens = descriptor_k(stage + C::TOKENS);
+            if constexpr (C::TURNED) { // through registers too: the order of features is that of the codes
+#pragma unroll 1
+                for (int kk = 0; kk < depth.value; kk++) {
+                    wgmma_wait<0>();
+                    fragment.factor_n(a, kk, f[0][0]);
+                    wgmma_fence();
+                    wgmma_a<N>(acc, f[0][0], tokens + kk * 2, 1);
+                    wgmma_commit();
+                }
+                wgmma_wait<0>();
+            } else {
+                wgmma_fence();
 #pragma unroll
-            for (int kk = 0; kk < depth.value; kk++)
-                wgmma<bf16, N, C::TURNED, 0>(acc, factor + kk * (C::TURNED ? 128 : 2), tokens + kk * 2, 1);
+                for (int kk = 0; kk < depth.value; kk++) wgmma<bf16, N, 0, 0>(acc, factor + kk * 2, tokens + kk * 2, 1);
+            }
             wgmma_commit();
             wgmma_wait<1>();
             release(last);
@@ -380,7 +297,10 @@ template <class C> struct CodedConsumer {
         float low = 0, high = 0; // biases of this lane's two features, or of its gate and its up
         if (p.bias) {
             const bf16 *const b = (const bf16 *)p.bias + (size_t)t.e * p.bias_g;
-            const int f = x + (C::UP ? 8 * (wg * 4 + warp) : 16 * warp) + lane / 4, more = C::UP ? 0 : 8;
+            const int f = x + (C::UP ? 8 * (wg * 4 + warp) + lane / 4 : coded_feature<C>(warp, lane / 4)),
+                      more = C::UP       ? 0
+                             : C::TURNED ? 1
+                                         : 8;
             if (f < p.N) low = to_float(b[f * p.bias_n]);
             if (f + more < p.N) high = to_float(b[(f + more) * p.bias_n + (C::UP ? p.bias_up : 0)]);
         }
@@ -396,6 +316,7 @@ template <class C> struct CodedConsumer {
                             buffer + (lane >> 4) * 2048 + token * 128 + (((wg * 4 + warp) ^ (token & 7)) << 4);
 #pragma unroll
                         for (int u = 0; u < C::PIECE; u += 2) {
+                            if (first + u >= t.units) break; // and fewer registers, where both were computed at once
                             const int i = 8 * (first + u);
                             stmatrix4_t(at + u * 2048, pack2<bf16>(value(i), value(i + 1)),
                                         pack2<bf16>(value(i + 4), value(i + 5)),
@@ -421,6 +342,18 @@ template <class C> struct CodedConsumer {
                 else if (p.act.kind == FAST_RELU) put_act(std::integral_constant<int, FAST_RELU>());
                 else if (p.act.kind == FAST_TANH) put_act(std::integral_constant<int, FAST_TANH>());
                 else put_act(std::integral_constant<int, FAST_CLAMP>()); // SwiGLU with a bias too
+            } else if constexpr (C::TURNED) {
+                put(t, first, p.d, x, 0, [&](uint32_t buffer) {
+                    const int feature = coded_feature<C>(warp, lane / 4), row = lane % 4 * 2;
+                    const uint32_t even = buffer + coded_word(row, feature),
+                                   odd = buffer + coded_word(row + 1, feature);
+#pragma unroll
+                    for (int u = 0; u < 2 * C::PIECE; u++) { // of eight tokens
+                        const float *v = acc + 4 * (2 * first + u);
+                        put_word(even + u * 1024, pack2<bf16>(v[0] + low, v[2] + high));
+                        put_word(odd + u * 1024, pack2<bf16>(v[1] + low, v[3] + high));
+                    }
+                });
             } else {
                 put(t, first, p.d, x, 0, [&](uint32_t buffer) {
                     const uint32_t at = buffer + token * 128 + (((2 * warp + (lane >> 4)) ^ (token & 7)) << 4);
@@ -442,7 +375,9 @@ template <class C> struct CodedConsumer {
             const TokenTile t = ahead.uniform();
             fragment.expert(t.e);
             multiply_any(t.units);
-            store(t);
+            if constexpr (C::DH)
+                with_kind(p.act, [&](auto kind) { dh_store<C, kind.value>(p, t, ring, acc, s, phase, turn); });
+            else store(t);
         }
         if (warp == 0 && lane == 0) tma_wait<0>();
     }

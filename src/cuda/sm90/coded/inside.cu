@@ -28,11 +28,13 @@ struct CodesMap {
 static bool describe(const Layer &l, const Weight &w, bool turned, Sm90CodedArgs &a, CodeKind &kind)
 {
     const Coded *const c = w.coded;
+    if (!w.single) return false; // rows of gates and ups alternate in the codes, and not in h
     if (!l.plan->inside || l.plan->path != FMOE_PATH_SM90 || l.dtype != FMOE_BF16 || l.rows <= 0 || l.ragged || !c ||
         c->parts != 1)
         return false;
     const CodedMatrix &m = c->part[0];
     const bool small = m.code >= FMOE_CODE_E2M1;
+    if (w.rows != m.N || w.cols != m.K) return false; // some columns of h (slices.cu)
     if (m.list || m.zeros.p || (m.scale2 && m.code != FMOE_CODE_S8) || m.N % 64 || m.K % 64) return false;
     if (m.group_cols && m.group_cols % 64 && m.group_cols != 32) return false;
     if ((uintptr_t)m.codes % 16 || m.r % 16 || m.r <= 0 || (l.E > 1 && (m.g % 16 || m.g <= 0))) return false;
@@ -45,13 +47,18 @@ static bool describe(const Layer &l, const Weight &w, bool turned, Sm90CodedArgs
     a.scales_each = steps * a.scales_step;
     a.scales_up = m.N / 2;
     if (l.E * a.scales_each * 4 > c->chunk * c->each) return false; // they lie in the ring
-    a.codes = m.codes, a.codes_g = m.g, a.codes_r = m.r;
     a.high_first = m.high_first;
     a.zero = m.zero;
     a.scale2 = m.scale2, a.scale2_g = m.scale2_g;
     memcpy(a.table, m.table, sizeof a.table);
     a.scales = (const float *)c->ring;
     return true;
+}
+
+// Tokens are found by 32 bits, in 16 bytes.
+static bool can_gather(const Layer &l, const void *x, int64_t ldx)
+{
+    return gather_ok(x, ldx) && ldx > 0 && l.T <= UINT32_MAX / (ldx / 8);
 }
 
 static bool codes_map(Sm90CodedArgs &a, const Layer &l, const Weight &w, bool turned, bool alternate)
@@ -78,7 +85,7 @@ bool inside_up(Layer &l, const void *x, int64_t ldx, const Weight &w1, const Bia
     Sm90CodedArgs a = {};
     CodeKind kind;
     const bool halves = w1.coded && w1.coded->part[0].N == 2 * l.I;
-    if (l.interleaved || !halves || l.I % 64 || !gather_ok(x, ldx)) return false;
+    if (l.interleaved || !halves || l.I % 64 || !can_gather(l, x, ldx)) return false;
     if (!describe(l, w1, false, a, kind)) return false;
     a.p = base_args(l);
     a.p.tokens = 1;
@@ -107,7 +114,7 @@ bool inside_rows(Layer &l, Product product, const Rows &x, bool gathered, const 
     a.p = base_args(l);
     a.p.tokens = 1;
     if (!codes_map(a, l, w, rows_k, false) || !lora_maps(a.p, l, lora, 1, rows_k, rows_k, SM90_BOX)) return false;
-    if (gathered ? !gather_ok(x.p, x.ld) : !rows_map(&a.p.a, l, x, 1, 64) || !rows_map(&a.p.a16, l, x, 1, 16))
+    if (gathered ? !can_gather(l, x.p, x.ld) : !rows_map(&a.p.a, l, x, 1, 64) || !rows_map(&a.p.a16, l, x, 1, 16))
         return false;
     if (!token_maps(a.p.d, l, out, 1, CODED_PIECE)) return false;
     if (gathered) gather_from(a.p, x.p, x.ld);
@@ -127,10 +134,15 @@ int inside_dh(Layer &l, const void *dout, int64_t ldd, const Weight &w2, const L
 {
     Sm90CodedArgs a = {};
     CodeKind kind;
-    if (!describe(l, w2, true, a, kind)) return 0;
+    if (l.interleaved || !can_gather(l, dout, ldd) || !describe(l, w2, true, a, kind)) return 0;
     a.p = dh_args(l, dout, ldd, h, dh, pa, dp);
-    if (!lora_maps(a.p, l, lora, 1, true, true, SM90_BOX_ACT)) return 0;
-    const int tile = fmoe_cuda_dh_tile(l.I);
-    run(l, Product::DH, tile == 192 ? CODED_DH_192 : CODED_DH_128, kind, w2, a);
-    return (int)((l.I + tile - 1) / tile);
+    a.p.tokens = 1;
+    if (!codes_map(a, l, w2, true, false) || !lora_maps(a.p, l, lora, 1, true, true, SM90_BOX)) return 0;
+    const int64_t parts = l.HC / l.I;
+    const Rows kept = {h, l.HC, l.HC}, result = {dh, l.HC, l.HC}, products = {pa, l.I, l.I};
+    if (!token_maps(a.p.h, l, kept, parts, DH_UNITS) || !token_maps(a.p.d, l, result, parts, DH_UNITS) ||
+        !rows_map(&a.p.a, l, products, 1, 16 * DH_UNITS) || !rows_map(&a.p.a16, l, products, 1, 16))
+        return 0;
+    run(l, Product::DH, CODED_DH, kind, w2, a);
+    return (int)(l.I / 64);
 }

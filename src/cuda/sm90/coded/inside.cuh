@@ -29,19 +29,18 @@ void inside_scales(const ScalesArgs &a, int64_t E, Stream &s);
 
 // ---- The kernels ----
 
-// gemm_coded.cuh: gates and ups of gathered rows, with the activation; rows x weights [n,k], and x weights [k,n]; the
-// same of gathered rows. decode_dh.cuh: the fused backward in tiles of 192 and of 128 columns.
-enum CodedKernel { CODED_UP, CODED_ROWS_K, CODED_GATHER_K, CODED_ROWS_N, CODED_GATHER_N, CODED_DH_192, CODED_DH_128 };
+// Gates and ups of gathered rows, with the activation; rows x weights [n,k], and x weights [k,n], each also of gathered
+// rows; the last of them with the backward of the activation.
+enum CodedKernel { CODED_UP, CODED_ROWS_K, CODED_GATHER_K, CODED_ROWS_N, CODED_GATHER_N, CODED_DH };
 
 static constexpr int CODED_TILE = 128;                    // features of the weights in a tile
 static constexpr int CODED_PIECE_UP = 4, CODED_PIECE = 2; // units of 16 rows that are stored at once
+static constexpr int DH_UNITS = 4;                        // units of h in a stage of CODED_DH
 
 // `p` as for gemm_tokens.cuh, but that p.b[0] describes codes, as 16-bit elements, {k, n, expert} or {n, k, expert}
-// (CODED_UP: {k, 8 rows, gate or up, groups, expert}).
+// (CODED_UP: {k, 8 rows, gate or up, groups, expert}). CODED_DH: p.h are maps of h, p.d of dh, p.a and p.a16 of p a.
 struct Sm90CodedArgs {
     Sm90Args p;
-    const uint8_t *codes; // CODED_DH_*: bytes from expert to expert and from row to row
-    int64_t codes_g, codes_r;
     const float *scales;                                     // as above
     int64_t scales_each, scales_step, scales_sub, scales_up; // floats; scales_up: from gates to ups
     const float *scale2;                                     // CODE_S8: of expert e at e * scale2_g, or NULL

@@ -127,7 +127,8 @@ def whole(o: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in dict(H=2048, I=768, E=128, k=8, rank=16, blocks=7, steps=6, f32=1, layers=48, limit=0, new=8, chunk=0).items():
+    sizes = {"H": 2048, "I": 768, "E": 128, "k": 8, "rank": 16, "blocks": 7, "steps": 6, "f32": 1, "layers": 48, "limit": 0, "new": 8, "chunk": 0}
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--T", default="")
     parser.add_argument("--formats", default="nf4,mxfp4,int4,fp8,int8")

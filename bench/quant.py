@@ -127,7 +127,20 @@ def whole(o: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"H": 2048, "I": 768, "E": 128, "k": 8, "rank": 16, "blocks": 7, "steps": 6, "f32": 1, "layers": 48, "limit": 0, "new": 8, "chunk": 0}
+    sizes = {
+        "H": 2048,
+        "I": 768,
+        "E": 128,
+        "k": 8,
+        "rank": 16,
+        "blocks": 7,
+        "steps": 6,
+        "f32": 1,
+        "layers": 48,
+        "limit": 0,
+        "new": 8,
+        "chunk": 0,
+    }
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--T", default="")
